@@ -1,0 +1,1 @@
+"""Weights on disk: checkpoints, expert store, draft adapter."""

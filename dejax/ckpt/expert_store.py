@@ -1,0 +1,395 @@
+"""The bottom tier of residency: routed experts on disk (or in memory), one record a layer-expert.
+
+A record is the raw bytes of one C-contiguous array `[3, F, D]`; a manifest holds the shape, the
+dtype, the identity of the target and a checksum for every record. A conversion writes a store
+once; the residency reads single experts from it while decoding, which is how the experts live
+outside accelerator memory in DraftExpert (arXiv 2607.24434).
+
+    DIR/manifest.json              written last: a folder without it is not a store
+    DIR/journal.jsonl              only while writing: the plan, then one line a finished record
+    DIR/layer_00003/expert_00017   bytes of expert 17 of decoder layer 3
+
+A record file appears whole or not at all (tensorstore writes, syncs and renames it), and its
+journal line follows it, so a writer killed at any moment is continued by opening it again.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Shaped
+
+from dejax.errors import FailedError, UsageError
+from dejax.shapes import Pair
+
+SCHEMA = "dejax-expert-store"
+VERSION = 1
+CHECKSUM = "crc32"
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+"""What a record may hold, by the name in the manifest."""
+
+_MANIFEST = "manifest.json"
+_JOURNAL = "journal.jsonl"
+_TEMPORARY = ".tmp"
+_AGAIN = "remove the folder and convert the model again"
+
+
+class ExpertReadError(FailedError):
+    """An expert could not be read as it was written; names `layer`, `expert` and `file`."""
+
+    def __init__(self, layer: int, expert: int, file: str, reason: str) -> None:
+        super().__init__(f"layer {layer}, expert {expert}: {reason} (file {file})")
+        self.layer = layer
+        self.expert = expert
+        self.file = file
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a store holds, known before the first record is written."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    shape: tuple[int, ...]
+    dtype: str
+    identity: str
+
+    def __post_init__(self) -> None:
+        layers = list(self.layers)
+        if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+            raise UsageError(f"expert store: layers {layers}, expected ascending indices >= 0")
+        if self.num_experts < 1:
+            raise UsageError(f"expert store: {self.num_experts} experts a layer, expected >= 1")
+        if len(self.shape) != 3 or self.shape[0] != 3 or min(self.shape) < 1:
+            raise UsageError(f"expert store: shape {list(self.shape)}, expected [3, F, D]")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"expert store: dtype {self.dtype!r}, expected {' or '.join(DTYPES)}")
+
+    @property
+    def record_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def pairs(self) -> Iterator[Pair]:
+        return ((layer, expert) for layer in self.layers for expert in range(self.num_experts))
+
+    def to_json(self) -> dict[str, Any]:
+        head = {"schema": SCHEMA, "version": VERSION, "checksum": CHECKSUM}
+        return head | dataclasses.asdict(self)
+
+
+class ExpertStoreWriter:
+    """Writes a store record by record; opening the same folder again continues it.
+
+    Attributes:
+        done: the pairs already written, which need not be written again.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        layers: Sequence[int],
+        num_experts: int,
+        shape: Sequence[int],
+        dtype: str,
+        identity: str,
+    ) -> None:
+        """Starts or continues a store in folder `path`; None keeps the records in memory.
+
+        `shape` is [3, F, D], `dtype` a key of `DTYPES`, `identity` whatever names the target.
+
+        Raises:
+            UsageError: the plan is malformed, the folder holds something else, or it holds a
+                store (whole or begun) of another target, shape or dtype.
+        """
+        sizes = tuple(map(int, layers)), int(num_experts), tuple(map(int, shape))
+        self._plan = _Plan(*sizes, dtype, identity)
+        self._root = None if path is None else pathlib.Path(path).absolute()
+        self._checksums: dict[Pair, int] = {}
+        self._journal = None
+        if self._root is not None:
+            self._resume(self._root)
+        self._kvstore = _open_kvstore(self._root)
+        self._pairs = frozenset(self._plan.pairs())
+
+    @property
+    def done(self) -> frozenset[Pair]:
+        return frozenset(self._checksums)
+
+    def write(self, layer: int, expert: int, record: Shaped[np.ndarray, "3 F D"]) -> None:
+        """Writes one record; a pair that is already done is checked to be the same and skipped.
+
+        Raises:
+            UsageError: no such pair in the plan, another shape or dtype, or other content than a
+                record of this pair that is already in the store.
+        """
+        pair, plan = (int(layer), int(expert)), self._plan
+        if pair not in self._pairs:
+            raise UsageError(f"(layer, expert) {pair} is not among the planned records")
+        if record.shape != plan.shape or record.dtype != DTYPES[plan.dtype]:
+            found = f"(layer, expert) {pair}: {record.dtype.name} {list(record.shape)}"
+            raise UsageError(f"{found}, expected {plan.dtype} {list(plan.shape)}")
+        data = record.tobytes()
+        checksum = zlib.crc32(data)
+        if pair in self._checksums:
+            if self._checksums[pair] != checksum:
+                file = _file(self._root, pair)
+                raise UsageError(f"{file} has other content already; remove the store first")
+            return
+        self._kvstore.write(_key(pair), data).result()
+        if self._journal is not None:
+            self._journal.write(json.dumps([*pair, checksum]).encode() + b"\n")
+            self._journal.flush()
+        self._checksums[pair] = checksum
+
+    def finish(self) -> "ExpertStore":
+        """Declares the store whole and opens it.
+
+        Raises:
+            UsageError: records are missing.
+        """
+        if missing := self._pairs - self.done:
+            raise UsageError(
+                f"expert store: {len(missing)} of {len(self._pairs)} records are not written, "
+                f"the first (layer, expert) is {min(missing)}; write them, then finish"
+            )
+        self.close()
+        if self._root is None:
+            return ExpertStore(None, self._kvstore, self._plan, self._checksums)
+        if not (self._root / _MANIFEST).exists():
+            for layer in self._plan.layers:
+                _sync_folder(self._root / f"layer_{layer:05d}")
+            records = {
+                str(layer): [self._checksums[layer, e] for e in range(self._plan.num_experts)]
+                for layer in self._plan.layers
+            }
+            text = json.dumps(self._plan.to_json() | {"records": records})
+            _write_atomically(self._root / _MANIFEST, text.encode())
+        (self._root / _JOURNAL).unlink(missing_ok=True)
+        return ExpertStore.open(self._root)
+
+    def close(self) -> None:
+        """Closes the journal; what is written stays, and another writer can continue."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def __enter__(self) -> "ExpertStoreWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _resume(self, root: pathlib.Path) -> None:
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"{root} is a file; give a folder for the expert store")
+        root.mkdir(parents=True, exist_ok=True)
+        manifest, journal = root / _MANIFEST, root / _JOURNAL
+        if manifest.exists():
+            store = ExpertStore.open(root)
+            self._check_same_plan(store._plan, manifest)
+            self._checksums = dict(store._checksums)
+            return
+        if not journal.exists():
+            strangers = {entry.name for entry in root.iterdir()} - {_JOURNAL + _TEMPORARY}
+            if strangers:
+                raise UsageError(f"{root} holds {min(strangers)} but no store; give a new folder")
+            _write_atomically(journal, json.dumps(self._plan.to_json()).encode() + b"\n")
+        self._read_journal(root, journal)
+        self._journal = journal.open("ab")
+
+    def _read_journal(self, root: pathlib.Path, journal: pathlib.Path) -> None:
+        """Takes over the records of an earlier writer; cuts off what it did not finish saying."""
+        lines = journal.read_bytes().split(b"\n")
+        self._check_same_plan(_parse(lines[0], journal)[0], journal)
+        kept = len(lines[0]) + 1
+        for line in lines[1:-1]:  # what follows the last newline is a line cut short
+            try:
+                layer, expert, checksum = (int(value) for value in json.loads(line))
+            except (ValueError, TypeError):
+                break
+            kept += len(line) + 1
+            # A record that somebody removed since is simply written again.
+            if _size(_file(root, (layer, expert))) == self._plan.record_bytes:
+                self._checksums[layer, expert] = checksum
+        os.truncate(journal, kept)
+
+    def _check_same_plan(self, found: _Plan, file: pathlib.Path) -> None:
+        for field in dataclasses.fields(_Plan):
+            old, new = getattr(found, field.name), getattr(self._plan, field.name)
+            if old != new:
+                raise UsageError(
+                    f"{file} has {field.name} {old!r}, this target {new!r}; "
+                    "choose another folder, or remove this one"
+                )
+
+
+class ExpertStore:
+    """A whole store, open for reading from any thread.
+
+    Attributes:
+        path: the folder, or None for a store in memory.
+        identity: what the writer said the target is; compare it before using the weights.
+        layers: decoder layers with routed experts, ascending.
+        num_experts: routed experts of a layer.
+        shape: (3, F, D).
+        dtype: of the stored records, as NumPy (ml_dtypes) has it.
+        bytes_per_expert: bytes of one stored record.
+        pairs: every layer-expert, by layer, then expert.
+    """
+
+    def __init__(
+        self, path: pathlib.Path | None, kvstore: ts.KvStore, plan: _Plan, sums: dict[Pair, int]
+    ) -> None:
+        """Use `ExpertStore.open`, or `ExpertStoreWriter.finish`."""
+        self.path = path
+        self.identity = plan.identity
+        self.layers = plan.layers
+        self.num_experts = plan.num_experts
+        self.shape = plan.shape
+        self.dtype = DTYPES[plan.dtype]
+        self.bytes_per_expert = plan.record_bytes
+        self.pairs: tuple[Pair, ...] = tuple(plan.pairs())
+        self._plan = plan
+        self._kvstore = kvstore
+        self._checksums = sums
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "ExpertStore":
+        """Opens folder `path`; checks that every record is there with the right size.
+
+        Raises:
+            UsageError: no such folder, not a store (or an unfinished one), an unknown schema or
+                version, a damaged manifest, or a record missing or of the wrong size.
+        """
+        root = pathlib.Path(path).absolute()
+        if not root.is_dir():
+            raise UsageError(f"{root} is not a folder; give the folder of an expert store")
+        manifest = root / _MANIFEST
+        if not manifest.is_file():
+            begun = (root / _JOURNAL).exists()
+            state = "unfinished: run the same conversion again" if begun else "not an expert store"
+            raise UsageError(f"{root} has no {_MANIFEST}; it is {state}")
+        plan, fields = _parse(manifest.read_bytes(), manifest)
+        try:
+            checksums = {p: int(fields["records"][str(p[0])][p[1]]) for p in plan.pairs()}
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UsageError(f"{manifest}: not every record has a checksum; {_AGAIN}") from error
+        for pair in plan.pairs():
+            file = _file(root, pair)
+            if (size := _size(file)) != plan.record_bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise UsageError(f"{file} {found}, expected {plan.record_bytes} bytes; {_AGAIN}")
+        return cls(root, _open_kvstore(root), plan, checksums)
+
+    def read(self, layer: int, expert: int) -> Shaped[np.ndarray, "3 F D"]:
+        """Returns one record, read-only, after checking its size and checksum.
+
+        Raises:
+            UsageError: no such pair.
+            ExpertReadError: the bytes are not those that were written, or cannot be had.
+        """
+        pair = (layer, expert)
+        if pair not in self._checksums:
+            raise UsageError(f"no (layer, expert) {pair} in {self.path or 'the store in memory'}")
+        file = self.locate(*pair)
+        try:
+            data = self._kvstore.read(_key(pair)).result().value  # empty if the record is gone
+        except (ValueError, OSError) as error:  # how tensorstore reports what the disk says
+            raise ExpertReadError(layer, expert, file, str(error)) from error
+        if len(data) != self.bytes_per_expert:
+            reason = f"{len(data)} bytes, expected {self.bytes_per_expert}; {_AGAIN}"
+            raise ExpertReadError(layer, expert, file, reason)
+        if (checksum := zlib.crc32(data)) != self._checksums[pair]:
+            reason = f"checksum {checksum:08x}, expected {self._checksums[pair]:08x}; {_AGAIN}"
+            raise ExpertReadError(layer, expert, file, reason)
+        return np.frombuffer(data, self.dtype).reshape(self.shape)
+
+    def locate(self, layer: int, expert: int) -> str:
+        """Where a record is, for messages: its file, or its key in memory."""
+        return str(_file(self.path, (layer, expert)))
+
+    def verify_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Reads every record once; calls `progress(records checked, records)` after each.
+
+        Raises:
+            ExpertReadError: for the first record that is not as written.
+        """
+        for count, (layer, expert) in enumerate(self.pairs, start=1):
+            self.read(layer, expert)
+            if progress is not None:
+                progress(count, len(self.pairs))
+
+
+def _open_kvstore(root: pathlib.Path | None) -> ts.KvStore:
+    if root is None:
+        # A context of its own: two memory stores must not see each other's records.
+        return ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    return ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
+
+
+def _key(pair: Pair) -> str:
+    return f"layer_{pair[0]:05d}/expert_{pair[1]:05d}"
+
+
+def _file(root: pathlib.Path | None, pair: Pair) -> pathlib.Path:
+    return pathlib.Path("memory:" if root is None else root) / _key(pair)
+
+
+def _size(file: pathlib.Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
+
+
+def _parse(text: bytes, file: pathlib.Path) -> tuple[_Plan, dict[str, Any]]:
+    """Reads a manifest, or the first line of a journal: the plan, and all fields."""
+    try:
+        fields = json.loads(text)
+        form = (fields["schema"], fields["version"], fields["checksum"])
+        if form != (SCHEMA, VERSION, CHECKSUM):
+            raise ValueError(f"{form}, this dejax reads {(SCHEMA, VERSION, CHECKSUM)}")
+        plan = _Plan(
+            layers=tuple(map(int, fields["layers"])),
+            num_experts=int(fields["num_experts"]),
+            shape=tuple(map(int, fields["shape"])),
+            dtype=str(fields["dtype"]),
+            identity=str(fields["identity"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else error
+        raise UsageError(f"{file} is damaged or not an expert store's: {why}; {_AGAIN}") from error
+    return plan, fields
+
+
+def _write_atomically(file: pathlib.Path, data: bytes) -> None:
+    """Leaves `file` as it was or whole, even if the machine stops in between."""
+    temporary = file.with_name(file.name + _TEMPORARY)
+    with temporary.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, file)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,77 @@
+"""Draft experts: one small resident SwiGLU expert and one scalar per MoE layer.
+
+DraftExpert (arXiv 2607.24434), section 4: y_draft = shared(h) + g_1 E_1(h) + gamma E_draft(h), where
+E_1 is the target's own top-1 expert with the gate that the full routing rule gives it. Everything but
+`DraftParam` stays frozen.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dejax.config import DraftConfig, ModelConfig
+from dejax.model import Params
+from dejax.nn.experts import expert_output
+
+
+class DraftParam(nnx.Param):
+    """A trainable parameter of a drafter; nothing else of the model is trained."""
+
+
+class DraftExpert(nnx.Module):
+    """One layer's draft expert.
+
+    Attributes:
+      weights: [3, F, D], gate, up and transposed down projection, as a routed expert's record.
+      gamma: [], scale of its output.
+    """
+
+    def __init__(self, weights: Float[Array, "3 F D"], gamma: Float[Array, ""]):
+        self.weights = DraftParam(weights)
+        self.gamma = DraftParam(gamma)
+
+    def __call__(self, h: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self.gamma[...].astype(h.dtype) * expert_output(h, self.weights[...])
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Draft experts of a target, by decoder layer.
+
+    Attributes:
+      config: width and routed experts kept beside the draft expert.
+      experts: layer index (dense layers counted) -> its draft expert.
+      identity: the identity of the target they were trained for.
+      training: what is known of their training (JSON values).
+    """
+
+    config: DraftConfig
+    experts: Mapping[int, DraftExpert]
+    identity: str
+    training: Mapping[str, Any]
+
+    def layer_params(self, layer: int) -> Params:
+        """Plain arrays of one layer: {"weights": [3, F, D], "gamma": []}."""
+        expert = self.experts[layer]
+        return {"weights": expert.weights[...], "gamma": expert.gamma[...]}
+
+
+def draft_output(params: Params, h: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """gamma E_draft(h) from plain arrays."""
+    return params["gamma"].astype(h.dtype) * expert_output(h, params["weights"])
+
+
+def random_draft(config: ModelConfig, draft: DraftConfig, *, seed: int, identity: str) -> Draft:
+    """Untrained draft experts (`--draft init:SEED`): random weights with a small output."""
+    keys = jax.random.split(jax.random.key(seed), len(config.moe_layers))
+    shape = (3, draft.width, config.width)
+    experts = {
+        layer: DraftExpert(jax.random.normal(key, shape) * config.width**-0.5, jnp.ones(()))
+        for layer, key in zip(config.moe_layers, keys, strict=True)
+    }
+    return Draft(config=draft, experts=experts, identity=identity, training={"init": seed})

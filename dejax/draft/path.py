@@ -1,0 +1,36 @@
+"""The draft path of a MoE layer: shared experts + the top-r routed experts + the draft expert.
+
+The same decoder runs it: only the middle function of a layer differs from the full MoE. Training uses
+`draft_experts`; decoding gathers the top-r experts itself and adds `draft_output`.
+"""
+
+from jaxtyping import Array, Float
+
+from dejax.draft.expert import draft_output
+from dejax.model import ExpertsFn, Params
+from dejax.nn.experts import experts_of_tokens
+from dejax.nn.router import Routing
+
+
+def top_r(routing: Routing, r: int) -> Routing:
+    """The r experts with the largest gates, gates unchanged (not renormalised)."""
+    return Routing(ids=routing.ids[..., :r], gates=routing.gates[..., :r], scores=routing.scores)
+
+
+def draft_experts(
+    stack: Float[Array, "E 3 F D"], params: Params | None, *, r: int, block: int
+) -> ExpertsFn:
+    """The draft path's expert function over whole sequences, for `dejax.model.layer_full`.
+
+    `params` are a draft expert's arrays; None leaves it out (shared + top-r alone). The index of the
+    top expert is constant; its gate and the hidden state carry gradients.
+    """
+
+    def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
+        chosen = top_r(routing, r)
+        flat = h.reshape(-1, h.shape[-1])
+        ids, gates = chosen.ids.reshape(-1, r), chosen.gates.reshape(-1, r)
+        y = experts_of_tokens(flat, ids, gates, stack, block=block).reshape(h.shape)
+        return y if params is None else y + draft_output(params, h)
+
+    return experts

@@ -1,0 +1,162 @@
+"""The decoder: one for all families, training, resident decoding and offloaded decoding.
+
+A layer is three pure functions, shared by every engine: *attend and route* (`attend_full` or
+`attend_cached`, then `route`), *experts* (whoever owns the routed weights computes them), and *combine*.
+A `Transformer` holds the resident weights only; the routed experts are a separate pytree, one
+[E, 3, F, D] array a MoE layer, or records of an expert store.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from dejax.config import ModelConfig
+from dejax.nn.layers import RMSNorm, SwiGLU
+from dejax.nn.mla import MLA, LatentCache
+from dejax.nn.router import Router, Routing
+from dejax.pytree import pytree
+
+Params = dict[str, Any]
+ExpertsFn = Callable[[Float[Array, "*rows D"], Routing], Float[Array, "*rows D"]]
+
+
+@pytree(frozen=True)
+class LayerTap:
+    """What a MoE layer saw and did, for losses and statistics.
+
+    Attributes:
+      hidden: [*rows, D], the normed input of router and experts; routing: the router's decision;
+      routed: [*rows, D], the routed experts' weighted sum.
+    """
+
+    hidden: Float[Array, "*rows D"]
+    routing: Routing
+    routed: Float[Array, "*rows D"]
+
+
+class DecoderLayer(nnx.Module):
+    """Resident weights of one layer; `mlp` in a dense layer, `router` and `shared` in a MoE layer."""
+
+    def __init__(self, config: ModelConfig, index: int, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        norm = dict(eps=config.norm_eps, dtype=dtype)
+        self.input_norm = RMSNorm(config.width, **norm)
+        self.attention = MLA(config.attention, config.width, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.width, **norm)
+        mlp = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        moe = index in config.moe_layers
+        shared = moe and config.moe.shared_width > 0
+        self.mlp = None if moe else SwiGLU(config.width, config.dense_width, **mlp)
+        self.router = Router(config.moe, config.width, dtype=dtype, rngs=rngs) if moe else None
+        self.shared = SwiGLU(config.width, config.moe.shared_width, **mlp) if shared else None
+
+
+class Transformer(nnx.Module):
+    """Resident weights of a target: embedding, layers, final norm, head (None when tied)."""
+
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.width)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * 0.02)
+        layers = range(config.num_layers)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.norm = RMSNorm(config.width, eps=config.norm_eps, dtype=dtype)
+        head = None if config.tied else jax.random.normal(rngs.params(), shape, dtype) * 0.02
+        self.head = None if head is None else nnx.Param(head)
+
+
+def split_layer(layer: DecoderLayer) -> tuple[nnx.GraphDef, Params]:
+    """A layer as a static definition and a plain dictionary of arrays.
+
+    Layers with the same definition share compiled functions: the arrays are arguments.
+    """
+    definition, state = nnx.split(layer)
+    return definition, nnx.to_pure_dict(state)
+
+
+def embed(model: Transformer, tokens: Int[Array, "*rows"], dtype) -> Float[Array, "*rows D"]:
+    """Embedding rows of `tokens`, in the compute dtype."""
+    return model.embedding[...][tokens].astype(dtype)
+
+
+def logits_of(model: Transformer, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    """Final norm and head, in the compute dtype (at least float32)."""
+    head = model.embedding if model.head is None else model.head
+    return model.norm(x) @ head[...].astype(x.dtype).T
+
+
+def attend_full(
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    *,
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
+) -> Float[Array, "B T D"]:
+    """Residual stream after attention over whole sequences."""
+    return x + layer.attention.full(layer.input_norm(x), positions=positions, mask=mask)
+
+
+def attend_cached(
+    layer: DecoderLayer,
+    x: Float[Array, "R D"],
+    cache: LatentCache,
+    *,
+    start: Int[Array, ""],
+    positions: Int[Array, "R"],
+    mask: Bool[Array, "R S"],
+) -> tuple[Float[Array, "R D"], LatentCache]:
+    """Residual stream after attention of R new rows over the cache they are written to."""
+    out, cache = layer.attention.cached(
+        layer.input_norm(x), cache, start=start, positions=positions, mask=mask
+    )
+    return x + out, cache
+
+
+def route(
+    layer: DecoderLayer, x: Float[Array, "*rows D"]
+) -> tuple[Float[Array, "*rows D"], Routing | None, Float[Array, "*rows D"]]:
+    """Normed input of the feed-forward, routing (None in a dense layer), and the always-on output.
+
+    The always-on output is that of the dense feed-forward or of the shared experts (zero without any).
+    """
+    h = layer.mlp_norm(x)
+    if layer.router is None:
+        return h, None, layer.mlp(h)
+    shared = jnp.zeros_like(h) if layer.shared is None else layer.shared(h)
+    return h, layer.router(h), shared
+
+
+def combine(
+    x: Float[Array, "*rows D"],
+    always: Float[Array, "*rows D"],
+    routed: Float[Array, "*rows D"] | None = None,
+) -> Float[Array, "*rows D"]:
+    """Residual stream after the feed-forward: the reference adds routed and always-on output first."""
+    return x + (always if routed is None else routed + always)
+
+
+def layer_full(
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    *,
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
+    experts: ExpertsFn,
+) -> tuple[Float[Array, "B T D"], LayerTap | None]:
+    """One layer over whole sequences; `experts` computes the routed output from input and routing."""
+    x = attend_full(layer, x, positions=positions, mask=mask)
+    h, routing, always = route(layer, x)
+    if routing is None:
+        return combine(x, always), None
+    routed = experts(h, routing)
+    return combine(x, always, routed), LayerTap(hidden=h, routing=routing, routed=routed)
+
+
+def causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """True where row i may see row j: not later, and in the same document."""
+    length = segment_ids.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])

@@ -1,0 +1,1 @@
+"""Layers of the decoder: weights in nnx modules, arithmetic in pure functions."""

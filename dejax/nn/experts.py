@@ -1,0 +1,123 @@
+"""Routed experts: one function for a few decode rows, one for long sequences.
+
+An expert is one array [3, F, D]: gate projection, up projection, and the down projection transposed,
+so that it is loaded, checked and moved as one record. Both functions add a row's experts in ascending
+expert id; padding has weight zero. A row's sum therefore depends neither on which other experts the
+pass uses nor on the size bucket.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Expert = Float[Array, "3 F D"]
+
+
+def expert_output(h: Float[Array, "*rows D"], expert: Expert) -> Float[Array, "*rows D"]:
+    """One expert applied to every row: (silu(h g^T) * (h u^T)) d."""
+    gate, up, down = (expert[i].astype(h.dtype) for i in range(3))
+    return (jax.nn.silu(h @ gate.T) * (h @ up.T)) @ down
+
+
+def unique_weights(
+    ids: Int[Array, "R K"], gates: Float[Array, "R K"], unique_ids: Int[Array, "U"]
+) -> Float[Array, "R U"]:
+    """Gate of each unique expert in each row, zero where a row does not use it (padding id -1)."""
+    hit = ids[:, :, None] == unique_ids[None, None, :]
+    return jnp.sum(jnp.where(hit, gates[:, :, None], 0), axis=1)
+
+
+def experts_of_rows(
+    h: Float[Array, "R D"], weights: Float[Array, "R U"], experts: tuple[Expert, ...]
+) -> Float[Array, "R D"]:
+    """Weighted sum over the unique experts of a pass, each read once (`experts` ascending by id)."""
+    y = jnp.zeros_like(h)
+    for index, expert in enumerate(experts):
+        y = y + weights[:, index, None].astype(h.dtype) * expert_output(h, expert)
+    return y
+
+
+@jax.custom_vjp
+def _dispatch(h, source, slot_of):
+    """Rows of `h` [T, D] in slot order: [slots, D]; `source` [slots] names each slot's token."""
+    return h[source]
+
+
+def _dispatch_fwd(h, source, slot_of):
+    return h[source], slot_of
+
+
+def _dispatch_bwd(slot_of, grad):
+    # A token's gradient is the sum over its own slots: a gather, where autodiff would scatter.
+    return grad[slot_of].sum(axis=1), None, None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def _collect(out, source_rank, slot_of, filled):
+    """Outputs [slots, D] of each token's experts: [T, K, D]."""
+    return out[slot_of]
+
+
+def _collect_fwd(out, source_rank, slot_of, filled):
+    return out[slot_of], (source_rank, filled, slot_of.shape)
+
+
+def _collect_bwd(residual, grad):
+    source_rank, filled, (tokens, k) = residual
+    rows = grad.reshape(tokens * k, -1)[source_rank]
+    return jnp.where(filled[:, None], rows, 0), None, None, None
+
+
+_collect.defvjp(_collect_fwd, _collect_bwd)
+
+
+@partial(jax.jit, static_argnames=("block",))
+def experts_of_tokens(
+    h: Float[Array, "T D"],
+    ids: Int[Array, "T K"],
+    gates: Float[Array, "T K"],
+    stack: Float[Array, "E 3 F D"],
+    *,
+    block: int = 64,
+) -> Float[Array, "T D"]:
+    """Weighted sum of each token's routed experts over a long sequence; never drops a token.
+
+    Assignments are sorted by expert and every expert's group is padded to whole blocks of `block`
+    rows. A block belongs to one expert, so the products are one batched matrix product over at most
+    ceil(T K / block) + E blocks, whatever the load.
+    """
+    tokens, k = ids.shape
+    num_experts = stack.shape[0]
+    blocks = -(-tokens * k // block) + num_experts
+    order = jnp.argsort(ids, axis=1)
+    ids, gates = jnp.take_along_axis(ids, order, 1), jnp.take_along_axis(gates, order, 1)
+    flat = ids.reshape(-1)
+    rank = jnp.argsort(flat, stable=True)  # rank[i]: assignment at place i when sorted by expert
+    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    padded = -(-counts // block) * block
+    first_slot = jnp.cumsum(padded) - padded
+    first_place = jnp.cumsum(counts) - counts
+    by_expert = flat[rank]
+    places = jnp.arange(tokens * k, dtype=jnp.int32)
+    slots = first_slot[by_expert] + places - first_place[by_expert]
+    source_rank = jnp.zeros(blocks * block, jnp.int32).at[slots].set(rank.astype(jnp.int32))
+    filled = jnp.zeros(blocks * block, bool).at[slots].set(True)
+    slot_of = jnp.zeros(tokens * k, jnp.int32).at[rank].set(slots).reshape(tokens, k)
+    block_starts = jnp.arange(blocks, dtype=jnp.int32) * block
+    owner = jnp.searchsorted(jnp.cumsum(padded), block_starts, side="right")
+    weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
+
+    x = _dispatch(h, source_rank // k, slot_of).reshape(blocks, block, -1)
+    gate = jnp.einsum("nbd,nfd->nbf", x, weights[:, 0])
+    up = jnp.einsum("nbd,nfd->nbf", x, weights[:, 1])
+    out = jnp.einsum("nbf,nfd->nbd", jax.nn.silu(gate) * up, weights[:, 2])
+    per_token = _collect(out.reshape(blocks * block, -1), source_rank, slot_of, filled)
+    y = jnp.zeros_like(h)
+    for column in range(k):  # ascending expert id, one at a time: the order of `experts_of_rows`
+        y = y + gates[:, column, None].astype(h.dtype) * per_token[:, column]
+    return y

@@ -1,0 +1,198 @@
+"""A loaded target: configuration, resident weights, routed experts, tokenizer, identity.
+
+Two kinds of folder hold a target. A Hugging Face folder is read whole. A converted folder has the
+resident weights in one file and the routed experts in an expert store, and its experts are streamed,
+never all held.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dejax import families
+from dejax.ckpt import hf_weights
+from dejax.ckpt.expert_store import ExpertStore
+from dejax.config import ModelConfig
+from dejax.errors import UsageError
+from dejax.model import Params, Transformer, causal_mask, embed, layer_full, logits_of, split_layer
+from dejax.nn.experts import experts_of_tokens
+from dejax.nn.router import Routing
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+STORE_DIR = "experts"
+"""Folder of the expert store inside a converted model."""
+BUILT_IN = Path(__file__).parent / "assets" / "tiny"
+"""The embedded target."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A frozen MoE and what it needs to run.
+
+    Attributes:
+      config: its dimensions and rules.
+      model: resident weights (everything but the routed experts).
+      routed: layer -> [E, 3, F, D], or None when the experts lie in `store`.
+      store: the expert store of a converted folder, or None.
+      tokenizer: a `transformers` tokenizer, or None when the folder has none.
+      identity: hash of configuration and routers, which adapters are bound to.
+      name: what to call it in messages.
+    """
+
+    config: ModelConfig
+    model: Transformer
+    routed: dict[int, Float[Array, "E 3 F D"]] | None
+    store: ExpertStore | None
+    tokenizer: Any
+    identity: str
+    name: str
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype of activations: float64 for float64 weights, else float32."""
+        held = self.model.embedding[...].dtype
+        return jnp.promote_types(held, jnp.float32)
+
+    def layer_experts(self, layer: int) -> Float[Array, "E 3 F D"]:
+        """All routed experts of one MoE layer, read from the store if need be."""
+        if self.routed is not None:
+            return self.routed[layer]
+        assert self.store is not None
+        records = [self.store.read(layer, e) for e in range(self.config.moe.num_experts)]
+        return jnp.asarray(np.stack(records))
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Next-token logits of whole sequences, each seen as one document from position 0.
+
+        Raises:
+          UsageError: a sequence is longer than the context, or an id is outside the vocabulary.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.ndim != 2:
+            raise UsageError(f"tokens have shape {list(tokens.shape)}; expected [batch, length]")
+        if tokens.shape[1] > self.config.context:
+            raise UsageError(
+                f"{tokens.shape[1]} tokens are more than the context of {self.config.context}"
+            )
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        mask = causal_mask(jnp.zeros_like(tokens))
+        x = embed(self.model, tokens, self.compute_dtype)
+        for index, layer in enumerate(self.model.layers):
+            definition, params = split_layer(layer)
+            stack = self.layer_experts(index) if index in self.config.moe_layers else None
+            x = _whole_layer(definition, params, stack, x, positions, mask)
+        return logits_of(self.model, x)
+
+
+@partial(jax.jit, static_argnums=0)
+def _whole_layer(
+    definition: nnx.GraphDef, params: Params, stack: Array | None, x: Array, positions, mask
+) -> Float[Array, "B T D"]:
+    """One layer over whole sequences with the full MoE."""
+
+    def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
+        k = routing.ids.shape[-1]
+        rows = (h.reshape(-1, h.shape[-1]), routing.ids.reshape(-1, k))
+        y = experts_of_tokens(*rows, routing.gates.reshape(-1, k), stack, block=16)
+        return y.reshape(h.shape)
+
+    layer = nnx.merge(definition, params)
+    return layer_full(layer, x, positions=positions, mask=mask, experts=experts)[0]
+
+
+def target_identity(config: ModelConfig, model: Transformer) -> str:
+    """Hash of the configuration and of every router (as float32), as hexadecimal."""
+    digest = hashlib.sha256(config.identity().encode())
+    for index in config.moe_layers:
+        router = model.layers[index].router
+        digest.update(np.asarray(jax.device_get(router.weight[...]), np.float32).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder that `path` names; "tiny" is the embedded target.
+
+    Raises:
+      UsageError: it is missing, not a folder, or has no `config.json`.
+    """
+    folder = BUILT_IN if str(path) == "tiny" else Path(path)
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {kind}; expected a model folder, or the name tiny")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: no config.json; expected a Hugging Face or converted folder")
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer through `transformers` (without torch), or None if it has none."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line})") from None
+
+
+def check_dtype(dtype: str) -> Any:
+    """The jax dtype of a name in `DTYPES`; UsageError otherwise, or without x64 for float64."""
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
+    if dtype == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError("dtype float64 needs JAX's 64-bit mode: set JAX_ENABLE_X64=1")
+    return jnp.dtype(dtype)
+
+
+def load_target(path: str | Path, dtype: str = "float32") -> Target:
+    """Loads a target from a Hugging Face folder, a converted folder, or by the name "tiny".
+
+    Args:
+      path: the folder, or "tiny".
+      dtype: what weights are held in; computation is in float32 (float64 for float64).
+
+    Raises:
+      UsageError: the folder, its configuration or its tensors are not what is expected.
+    """
+    held = check_dtype(dtype)
+    folder = model_folder(path)
+    config = families.model_config(hf_weights.read_json(folder / "config.json"))
+    if (folder / STORE_DIR).exists():
+        store = ExpertStore.open(folder / STORE_DIR)
+        plan = hf_weights.plan_checkpoint(folder, config, resident_only=True)
+        routed = None
+    else:
+        store = None
+        plan = hf_weights.plan_checkpoint(folder, config)
+        routed = {layer: _read_stack(plan, layer, held) for layer in config.moe_layers}
+    model = hf_weights.read_resident(plan, held)
+    identity = target_identity(config, model)
+    if store is not None and store.identity != identity:
+        raise UsageError(
+            f"{folder}: the expert store belongs to target {store.identity}, the resident weights to "
+            f"{identity}; convert the model again"
+        )
+    return Target(
+        config=config,
+        model=model,
+        routed=routed,
+        store=store,
+        tokenizer=load_tokenizer(folder),
+        identity=identity,
+        name="tiny" if str(path) == "tiny" else folder.name,
+    )
+
+
+def _read_stack(plan: hf_weights.CheckpointPlan, layer: int, dtype) -> Float[Array, "E 3 F D"]:
+    records = [record for _, record in hf_weights.read_layer_experts(plan, layer)]
+    return jax.device_put(np.stack(records).astype(dtype))

@@ -1,0 +1,1 @@
+"""Programs around decoding: engine, residency, the decode loop, and the commands built on them."""

@@ -1,0 +1,400 @@
+"""Where every routed expert is: one object owns the truth, from the store to the device.
+
+    store (every expert) -> host cache (bounded, as stored) -> device cache (bounded, compute dtype)
+
+The decode loop asks for the experts of a layer with `acquire`, says with `prefetch` what a
+verification will probably want, and opens and closes passes and rounds. One thread makes all
+transfers. Whatever the sizes, the policy and the timing, `acquire` hands out the same weights
+(DraftExpert, arXiv 2607.24434: prefetching and offloaded execution; its setting without a
+persistent expert cache is `device_cache_bytes=0`).
+
+Who keeps an expert on the device:
+
+- a target pass (`kind="demand"`) holds what it acquired until `release(layer)` or `end_pass`;
+- a round holds what its draft passes acquired (`kind="draft"`) and what was prefetched in it, used
+  or not, until `end_round`;
+- what nobody holds belongs to the device cache and may be evicted. Held experts count towards the
+  size of the cache: bytes on the device <= max(device_cache_bytes, bytes held + one transfer).
+
+Sizes on the device are in bytes of the compute dtype, so with bfloat16 records that are computed in
+float32 an expert takes twice the bytes in the device cache that it takes in the host cache.
+
+Host/device copies: one explicit `jax.device_put` a transfer, in the transfer thread; none back.
+"""
+
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from dejax.ckpt.expert_store import ExpertStore
+from dejax.errors import FailedError, UsageError
+from dejax.shapes import Pair
+from infer.link import Link, Pacer
+from infer.prefetch import LRU, Kind, LoadEvent, PassKind, Policy, Slot, Stager, TransferQueue
+
+_PASS, _ROUND = 1, 2
+_HOLD_OF = {"demand": _PASS, "draft": _ROUND}
+
+
+class Residency:
+    """The experts of one target in store, host and device. Thread-safe; close it after use.
+
+    Attributes:
+        bytes_per_expert: bytes of one expert on the device, in the compute dtype.
+        device_bytes: bytes of all experts on the device now.
+        peak_device_bytes: the most so far, with the one under way.
+        prefetch_failures: prefetches that could not be read; the pass then loads on demand.
+        stager: counts the bytes in the host cache, and the reads that were retried.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        *,
+        device_cache_bytes: int | None,
+        host_cache_bytes: int | None,
+        link: Link,
+        compute_dtype: DTypeLike,
+        prefetch_bytes: int,
+        retries: int = 2,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        policy: Callable[[], Policy] = LRU,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Starts the transfer thread.
+
+        Args:
+            store: an open expert store.
+            device_cache_bytes, host_cache_bytes: bounds of the caches; None keeps everything.
+                (To a store in memory a host cache adds a second copy.)
+            compute_dtype: experts are cast to it on the host, before the transfer.
+            prefetch_bytes: most bytes (on the device) of experts that are queued, under way or
+                arrived by prefetch in this round and not asked for yet; 0 prefetches nothing.
+            retries: how often a failed read is tried again.
+            device: where experts go; None means JAX's default device, uncommitted.
+            policy: makes the eviction policy of each of the two caches.
+
+        Raises UsageError for a negative number.
+        """
+        sizes = (device_cache_bytes or 0, host_cache_bytes or 0, prefetch_bytes)
+        if min(sizes) < 0 or retries < 0:
+            raise UsageError(f"residency: bytes {sizes}, retries {retries}; expected >= 0")
+        self.bytes_per_expert = math.prod(store.shape) * np.dtype(compute_dtype).itemsize
+        self.device_bytes = self.peak_device_bytes = 0
+        self.prefetch_failures = 0
+        self.stager = Stager(
+            store,
+            policy(),
+            host_cache_bytes=host_cache_bytes,
+            compute_dtype=np.dtype(compute_dtype),
+            retries=retries,
+            device=device,
+        )
+        self._pairs = frozenset(store.pairs)
+        self._record_bytes = store.bytes_per_expert
+        self._device_bound = math.inf if device_cache_bytes is None else device_cache_bytes
+        self._prefetch_bound = prefetch_bytes
+        self._policy = policy()
+        self._clock = clock
+        self._pacer = Pacer(link, clock=clock, sleep=sleep)
+
+        self._slots: dict[Pair, Slot] = {}
+        self._queue = TransferQueue()
+        self._held_by_pass: dict[int, list[Slot]] = {}
+        self._held_by_round: list[Slot] = []
+        self._loading_bytes = 0  # of the one under way
+        self._speculative_bytes = 0
+        self._prefetched: set[Pair] = set()
+        self._broken: FailedError | None = None
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._run, name="dejax-transfer", daemon=True)
+        self._thread.start()
+
+    def acquire(
+        self, layer: int, ids: Sequence[int], *, kind: PassKind
+    ) -> list[Float[jax.Array, "3 F D"]]:
+        """Returns experts `ids` of `layer`, in that order; waits for those not on the device.
+
+        `kind` says whose pass asks: the target's (`demand`) or the drafter's (`draft`).
+
+        Raises:
+            UsageError: no such expert.
+            FailedError: one of them cannot be read (names layer, expert and file), or the
+                residency is closed.
+        """
+        hold, slots, missing = _HOLD_OF[kind], [], []
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            for expert in ids:
+                slot = self._slots.get((layer, expert))
+                if slot is None or slot.array is None:
+                    slot = self._want((int(layer), int(expert)), kind)
+                    missing.append(slot)
+                if not slot.holds & hold:
+                    self._hold(slot, hold)
+                if slot.speculative:
+                    self._settle(slot)
+                slots.append(slot)
+        for slot in missing:
+            slot.done.wait()
+            if slot.error is not None:
+                raise slot.error
+        return [slot.array for slot in slots]
+
+    def prefetch(self, pairs: Iterable[Pair]) -> None:
+        """Asks for experts that are probably needed in this round; returns at once.
+
+        Lower layers come first. What is on the device or on its way is only kept until the round
+        ends; what does not fit into `prefetch_bytes` is left out. A prefetch that fails is silent:
+        the expert is loaded on demand.
+
+        Raises:
+            UsageError: no such expert.
+            FailedError: the residency is closed.
+        """
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            for pair in sorted(pairs, key=operator.itemgetter(0)):
+                slot = self._slots.get(pair)
+                if slot is None:
+                    if self._speculative_bytes + self.bytes_per_expert > self._prefetch_bound:
+                        continue
+                    slot = self._enqueue((int(pair[0]), int(pair[1])), "prefetch")
+                    slot.speculative = True
+                    self._speculative_bytes += self.bytes_per_expert
+                if not slot.holds & _ROUND:
+                    self._hold(slot, _ROUND)
+
+    def release(self, layer: int) -> None:
+        """The target pass is done with `layer`: it lets go of what it acquired there.
+
+        Prefetches of this and lower layers that still stand in the queue come too late, and are
+        taken out. Without effect on what draft passes acquired.
+        """
+        with self._lock:
+            held = self._held_by_pass.pop(layer, None)
+            if held is not None:
+                self._cancel(layer)
+                self._let_go(held, _PASS)
+
+    def end_pass(self) -> None:
+        """The target pass is over: it lets go of everything it acquired."""
+        with self._lock:
+            for slots in self._held_by_pass.values():
+                self._let_go(slots, _PASS)
+            self._held_by_pass.clear()
+
+    def begin_round(self) -> None:
+        """Opens a round (an autoregressive step is one too); ends one that was left open."""
+        with self._lock:
+            self.end_round()
+            self._prefetched.clear()
+
+    def end_round(self) -> None:
+        """The verification is over: pass and round let go, queued prefetches are taken out.
+
+        A prefetch that is under way is completed, and booked when it has arrived.
+        """
+        with self._lock:
+            self._cancel(None)
+            self.end_pass()
+            # Unused prefetches are let go first: the policy then takes them for the oldest.
+            held = sorted(self._held_by_round, key=lambda slot: not slot.speculative)
+            for slot in held:
+                if slot.speculative and slot.array is not None:
+                    self._settle(slot)
+            self._let_go(held, _ROUND)
+            self._held_by_round.clear()
+
+    def close(self) -> None:
+        """Ends the thread and drops every expert; whoever waits in `acquire` gets an error."""
+        with self._lock:
+            self._break(FailedError("the residency is closed"))
+            self._work.notify()
+        self._thread.join()
+        for kept in (self._slots, self._held_by_pass, self._held_by_round):
+            kept.clear()
+        self.device_bytes = 0
+
+    def __enter__(self) -> "Residency":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_available(self, pair: Pair) -> bool:
+        """Whether an expert is on the device, or queued or under way."""
+        return pair in self._slots
+
+    def available(self) -> set[Pair]:
+        """The pairs for which `is_available` holds."""
+        with self._lock:
+            return set(self._slots)
+
+    def resident(self) -> set[Pair]:
+        """The pairs that are on the device now."""
+        with self._lock:
+            return {pair for pair, slot in self._slots.items() if slot.array is not None}
+
+    def prefetched(self) -> set[Pair]:
+        """The pairs whose prefetch began in this round and did not fail, asked for or not."""
+        with self._lock:
+            return set(self._prefetched)
+
+    def take_events(self) -> list[LoadEvent]:
+        """The transfers completed since the last call, in order."""
+        with self._lock:
+            return self._queue.take_events()
+
+    # Bookkeeping; the lock is held.
+
+    def _want(self, pair: Pair, kind: PassKind) -> Slot:
+        """The slot of a missing pair, queued so that a pass of this kind can wait for it."""
+        slot = self._slots.get(pair) or self._enqueue(pair, kind)
+        if slot.queued and slot.kind != kind and slot.kind != "demand":
+            slot.kind = kind
+            self._queue.push(slot)
+        if slot.wanted is None:
+            slot.waited_since = self._clock()
+        if slot.wanted != "demand":
+            slot.wanted = kind
+        return slot
+
+    def _enqueue(self, pair: Pair, kind: Kind) -> Slot:
+        if pair not in self._pairs:
+            raise UsageError(f"layer {pair[0]}, expert {pair[1]} is not in the expert store")
+        slot = self._slots[pair] = Slot(pair, kind, self._clock())
+        self._queue.push(slot)
+        self._work.notify()
+        return slot
+
+    def _hold(self, slot: Slot, bit: int) -> None:
+        if not slot.holds and slot.array is not None:
+            self._policy.remove(slot.pair)
+        slot.holds |= bit
+        if bit == _PASS:
+            self._held_by_pass.setdefault(slot.pair[0], []).append(slot)
+        else:
+            self._held_by_round.append(slot)
+
+    def _let_go(self, slots: Iterable[Slot], bit: int) -> None:
+        for slot in slots:
+            slot.holds &= ~bit
+            if not slot.holds and slot.array is not None:
+                self._policy.add(slot.pair)
+        self._evict()
+
+    def _settle(self, slot: Slot) -> None:
+        """The slot is not speculative any more: asked for, arrived too late, or given up."""
+        slot.speculative = False
+        self._speculative_bytes -= self.bytes_per_expert
+
+    def _cancel(self, last_layer: int | None) -> None:
+        for slot in self._queue.cancel_prefetches(last_layer):
+            self._settle(slot)
+            del self._slots[slot.pair]
+
+    def _evict(self) -> None:
+        """Makes room for what is there and under way, as far as nobody holds it."""
+        while self.device_bytes + self._loading_bytes > self._device_bound:
+            pair = self._policy.pop()
+            if pair is None:
+                return
+            del self._slots[pair]
+            self.device_bytes -= self.bytes_per_expert
+
+    def _break(self, error: FailedError) -> None:
+        """Nothing will be loaded any more; nobody may be left waiting."""
+        self._broken = self._broken or error
+        for slot in list(self._slots.values()):
+            if not slot.done.is_set():
+                slot.fail(error)
+                del self._slots[slot.pair]
+
+    # The transfer thread.
+
+    def _run(self) -> None:
+        try:
+            with self.stager.on_device():
+                while self._transfer_one():
+                    pass
+        except BaseException as error:
+            failed = FailedError(f"the transfer thread died of {error!r}; start the run again")
+            failed.__cause__ = error
+            with self._lock:
+                self._break(failed)
+
+    def _transfer_one(self) -> bool:
+        """Waits for something to do, and does it; returns False when there is nothing any more.
+
+        A function of its own, so that a waiting thread keeps no evicted expert alive.
+        """
+        if (slot := self._next()) is None:
+            return False
+        try:
+            array, from_store = self.stager.load(slot.pair)
+        except FailedError as error:
+            self._failed(slot, error)
+        else:
+            start, end = self._pacer.finish(self._record_bytes, requested=slot.requested)
+            self._arrived(slot, array, start, end, from_store)
+        return True
+
+    def _next(self) -> Slot | None:
+        with self._lock:
+            while self._broken is None:
+                if (slot := self._queue.pop()) is None:
+                    self._work.wait()
+                    continue
+                if slot.kind == "prefetch":
+                    self._prefetched.add(slot.pair)
+                self._loading_bytes = self.bytes_per_expert
+                self._evict()
+                now = self.device_bytes + self._loading_bytes
+                self.peak_device_bytes = max(self.peak_device_bytes, now)
+                return slot
+        return None
+
+    def _arrived(
+        self, slot: Slot, array: jax.Array, start: float, end: float, from_store: bool
+    ) -> None:
+        with self._lock:
+            self._loading_bytes = 0
+            if self._broken is not None:
+                return
+            slot.array = array
+            self.device_bytes += self.bytes_per_expert
+            self._queue.book(slot, self._record_bytes, start, end, from_store)
+            if not slot.holds:  # its round ended meanwhile
+                if slot.speculative:
+                    self._settle(slot)
+                self._policy.add(slot.pair)
+            self._evict()
+            slot.done.set()
+
+    def _failed(self, slot: Slot, error: FailedError) -> None:
+        with self._lock:
+            self._loading_bytes = 0
+            if self._broken is not None:
+                return
+            if slot.kind == "prefetch":
+                self.prefetch_failures += 1
+                self._prefetched.discard(slot.pair)
+                if slot.wanted is not None:  # a pass waits already: it is that pass's load now
+                    slot.kind = slot.wanted
+                    self._queue.push(slot)
+                    return
+                self._settle(slot)
+            del self._slots[slot.pair]
+            slot.fail(error)

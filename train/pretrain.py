@@ -1,0 +1,217 @@
+"""Pretrains a small MoE from scratch: `dejax pretrain configs/pretrain_tiny.py --data DIR --out DIR`.
+
+Every routed product is dropless. The result is an ordinary Hugging Face folder; checkpoints and
+metrics stay beside it, so that a stopped run continues where it was.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dejax import families
+from dejax.ckpt.hf_weights import write_checkpoint
+from dejax.config import ModelConfig
+from dejax.model import Transformer, logits_of
+from dejax.pytree import pytree
+from train.data import Phase, heldout_rows, make_stream
+from infer.arguments import Positional, parse
+from train.config_files import load_config, to_json
+from train.data import Phase, heldout_rows, make_stream
+from train.loop import LoopConfig, run
+from train.losses import cross_entropy, load_balance
+from train.optimizer import OptimizerConfig, make_optimizer
+from train.stacked import (
+    StackedDef,
+    StackedParams,
+    expert_load,
+    forward,
+    stack_target,
+    unstack_target,
+)
+from train.tokenizer import load_tokenizer, token_lengths
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """A pretraining run: `model` is the content of the checkpoint's `config.json`."""
+
+    model: dict[str, Any]
+    phases: tuple[Phase, ...]
+    optimizer: OptimizerConfig
+    loop: LoopConfig
+    seed: int = 0
+    balance_weight: float = 0.01
+
+
+@pytree(frozen=True)
+class PretrainState:
+    """What a checkpoint holds: parameters and optimizer state."""
+
+    params: StackedParams
+    opt_state: Any
+
+
+def init_params(config: ModelConfig, seed: int) -> tuple[StackedDef, StackedParams]:
+    """Random weights: normal with variance 1 / fan-in, output projections zero."""
+    model = Transformer(config, rngs=nnx.Rngs(seed))
+    keys = jax.random.split(jax.random.key(seed + 1), len(config.moe_layers))
+    e, f, d = config.moe.num_experts, config.moe.expert_width, config.width
+    routed = {}
+    for layer, key in zip(config.moe_layers, keys, strict=True):
+        stack = jax.random.normal(key, (e, 3, f, d)) * d**-0.5
+        routed[layer] = stack.at[:, 2].set(0)
+    definition, params = stack_target(model, routed)
+
+    def zero_outputs(path, leaf):
+        name = jax.tree_util.keystr(path)
+        return jnp.zeros_like(leaf) if "o_proj" in name or "down_proj" in name else leaf
+
+    return definition, jax.tree_util.tree_map_with_path(zero_outputs, params)
+
+
+def loss_fn(
+    params: StackedParams, batch: dict[str, Array], *, definition: StackedDef, balance_weight: float
+) -> tuple[Float[Array, ""], dict[str, Float[Array, "..."]]]:
+    """Next-token loss plus the global load-balance loss, and the metrics of a step."""
+    outer, x, taps = forward(
+        definition,
+        params,
+        batch["tokens"],
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+    )
+    rows = x.reshape(-1, x.shape[-1])
+    total = cross_entropy(
+        partial(logits_of, outer), rows, batch["targets"].reshape(-1), batch["mask"].reshape(-1)
+    )
+    experts = definition.config.moe.num_experts
+    load = expert_load(taps.routing.ids, batch["mask"], num_experts=experts)
+    balance = load_balance(taps.routing.scores, load, batch["mask"])
+    metrics = {
+        "loss": total.mean,
+        "balance": balance.mean(),
+        "load_max": load.max() * experts,
+        "load_min": load.min() * experts,
+        "top1_gate": taps.routing.gates[..., 0].mean(),
+    }
+    return total.mean + balance_weight * balance.mean(), metrics
+
+
+def make_step(definition: StackedDef, optimizer: optax.GradientTransformation, weight: float):
+    """The jitted training step (state donated)."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: PretrainState, batch):
+        loss = partial(loss_fn, definition=definition, balance_weight=weight)
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics["grad_norm"] = optax.global_norm(grads)
+        return PretrainState(params=params, opt_state=opt_state), metrics
+
+    return step
+
+
+def bits_per_byte(
+    definition: StackedDef,
+    params: StackedParams,
+    tokens_dir: Path,
+    *,
+    byte_lengths: np.ndarray,
+    seq_len: int,
+    most: int,
+    batch: int = 16,
+) -> dict[str, float]:
+    """Held-out bits per byte by kind of text, over at most `most` rows of each kind."""
+
+    @jax.jit
+    def row_nll(params, rows):
+        outer, x, _ = forward(
+            definition,
+            params,
+            rows["tokens"],
+            positions=rows["positions"],
+            segment_ids=rows["segment_ids"],
+        )
+        flat = x.reshape(-1, x.shape[-1])
+        targets, mask = rows["targets"].reshape(-1), rows["mask"].reshape(-1)
+        return cross_entropy(partial(logits_of, outer), flat, targets, mask).sum
+
+    by_kind: dict[str, list] = {}
+    for kind, row in heldout_rows(tokens_dir, seq_len, most=most):
+        by_kind.setdefault(kind, []).append(row)
+    result = {}
+    for kind, rows in by_kind.items():
+        nats = 0.0
+        for start in range(0, len(rows), batch):
+            part = rows[start : start + batch]
+            blank = [{k: np.zeros_like(v) for k, v in part[0].items()}] * (batch - len(part))
+            stacked = {k: np.stack([row[k] for row in [*part, *blank]]) for k in part[0]}
+            nats += float(row_nll(params, stacked))
+        counted = np.concatenate([row["targets"][row["mask"] > 0] for row in rows])
+        result[f"bpb_{kind}"] = nats / np.log(2) / byte_lengths[counted].sum()
+    return result
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `dejax pretrain`."""
+
+    config: Positional[str]
+    """A config file, or the name of one that comes with dejax."""
+    data: Path
+    """Folder of tokenizer and tokens, written by `python -m train.data`."""
+    out: Path
+    """Where the model, its checkpoints and metrics go."""
+    set: tuple[str, ...] = ()
+    """Settings to change: a.b=c."""
+    resume: bool = True
+    """Continue from the newest checkpoint in OUT."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax pretrain`."""
+    args = parse(Arguments, argv, prog="dejax pretrain", description="Pretrain a small MoE.")
+    config = load_config(args.config, args.set)
+    model_config = families.model_config(config.model)
+    definition, params = init_params(model_config, config.seed)
+    optimizer = make_optimizer(config.optimizer, config.loop.steps)
+    state = PretrainState(params=params, opt_state=optimizer.init(params))
+    stream = make_stream(args.data, config.phases, seed=config.seed)
+    lengths = token_lengths(load_tokenizer(args.data / "tokenizer"))
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def evaluate(state: PretrainState) -> dict[str, float]:
+        return bits_per_byte(
+            definition, state.params, args.data, byte_lengths=lengths, seq_len=256, most=48
+        )
+
+    state, _ = run(
+        state,
+        step_fn=make_step(definition, optimizer, config.balance_weight),
+        batch_at=stream.batch_at,
+        config=config.loop,
+        label="pretrain",
+        workdir=args.out,
+        resume=args.resume,
+        evaluate=evaluate,
+        run_info=to_json(config),
+    )
+    model, routed = unstack_target(definition, state.params)
+    write_checkpoint(
+        args.out / "model",
+        config.model,
+        model,
+        routed,
+        dtype=jnp.bfloat16,
+        tokenizer=args.data / "tokenizer",
+    )
+    return 0
