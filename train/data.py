@@ -167,9 +167,7 @@ def _meta(arrays: TokenArrays, tokenizer, weights: Mapping[str, float]) -> dict:
 
 def _save_tokens(folder: Path, arrays: TokenArrays, meta: dict) -> None:
     np.save(folder / "tokens.npy", arrays.tokens)
-    np.savez(
-        folder / "documents.npz", offsets=arrays.offsets, kinds=arrays.kinds, chat=arrays.chat
-    )
+    np.savez(folder / "documents.npz", offsets=arrays.offsets, kinds=arrays.kinds, chat=arrays.chat)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 
@@ -297,11 +295,14 @@ def make_stream(
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
         raise UsageError(f"data: phases start at {starts}, expected ascending steps from 0")
     if weights is None:
-        weights = json.loads((Path(tokens_dir) / split / "meta.json").read_text())["weights"]
+        meta = json.loads((Path(tokens_dir) / split / "meta.json").read_text())
+        shares: Mapping[str, float] = meta["weights"]
+    else:
+        shares = weights
     datasets = []
     for index, phase in enumerate(phases):
         sources = make_source(tokens_dir, phase.seq_len, split)
-        datasets.append(mix_sources(sources, weights, seed + index, phase.batch_size))
+        datasets.append(mix_sources(sources, shares, seed + index, phase.batch_size))
     return BatchStream(phases, datasets)
 
 
@@ -312,7 +313,7 @@ def mix_sources(
     try:
         import grain
     except ImportError as error:
-        raise UsageError("data: grain is not installed; pip install 'dejax[train]'") from error
+        raise UsageError("data: grain is not installed; pip install grain") from error
     used = [k for k in sources if weights.get(k, 0.0) > 0]
     if not used or batch_size < 1:
         raise UsageError(f"data: nothing to draw (kinds {used}, batch size {batch_size})")

@@ -97,9 +97,12 @@ def routed_fn(stack: Float[Array, "E 3 F D"], *, block: int) -> Any:
     return experts
 
 
-def block_size(tokens: int, config: ModelConfig) -> int:
-    """Rows of an expert block: about half of an expert's mean load, between 8 and 128."""
-    mean_load = tokens * config.moe.top_k / config.moe.num_experts
+def block_size(tokens: int, config: ModelConfig, *, per_token: int | None = None) -> int:
+    """Rows of an expert block: about half of an expert's mean load, between 8 and 128.
+
+    `per_token` are the routed experts of a token (None: the target's own number).
+    """
+    mean_load = tokens * (per_token or config.moe.top_k) / config.moe.num_experts
     return min(128, max(8, 2 ** round(math.log2(max(mean_load, 2) / 2))))
 
 
@@ -136,9 +139,7 @@ def forward(
 ) -> tuple[Transformer, Float[Array, "B T D"], LayerTap]:
     """Outer model (for the head), final residual stream, and the taps of all MoE layers [L, ...]."""
     mask = causal_mask(segment_ids)
-    outer, x = embed_outer(
-        definition, params, tokens, positions=positions, mask=mask, dtype=dtype
-    )
+    outer, x = embed_outer(definition, params, tokens, positions=positions, mask=mask, dtype=dtype)
     block = block_size(tokens.size, definition.config)
 
     def body(x, layer_params):

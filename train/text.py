@@ -121,7 +121,8 @@ def read_rows(path: Path | str, *, cache_dir: Path | str) -> Iterator[dict]:
     rows = datasets.load_dataset(
         builder, data_files=str(path), split="train", cache_dir=str(cache_dir)
     )
-    yield from rows
+    for row in rows:
+        yield dict(row)
 
 
 def read_documents(paths: Iterable[Path | str], *, cache_dir: Path | str) -> list[Document]:
@@ -273,7 +274,7 @@ class RunHasher:
         self._codes = rng.integers(0, 2**64, 1 << 16, dtype=np.uint64)
         self._rng = rng
 
-    def runs(self, text: str) -> UInt64[np.ndarray, "n"]:  # noqa: F821
+    def runs(self, text: str) -> UInt64[np.ndarray, " n"]:
         """Return one hash for each run of words in `text`, in order (empty if it is shorter)."""
         words = re.findall(r"\w+", text.lower())
         if len(words) < RUN:
@@ -341,8 +342,8 @@ def drop_overlaps(
 
 
 def _found(
-    values: UInt64[np.ndarray, "n"],  # noqa: F821
-    among: UInt64[np.ndarray, "m"],  # noqa: F821
+    values: UInt64[np.ndarray, " n"],
+    among: UInt64[np.ndarray, " m"],
 ) -> np.ndarray:
     """Which `values` are in the sorted array `among` (`np.isin` would sort it again each time)."""
     if not len(among):

@@ -106,7 +106,7 @@ def token_bytes(tokenizer) -> list[bytes]:
     ]
 
 
-def token_lengths(tokenizer) -> Int[np.ndarray, "V"]:
+def token_lengths(tokenizer) -> Int[np.ndarray, " V"]:
     """Return the number of UTF-8 bytes of each token id (0 for special tokens)."""
     return np.array([len(b) for b in token_bytes(tokenizer)], np.int64)
 

@@ -39,11 +39,11 @@ class Order:
       contexts: UInt64[m], sorted; totals: Int[m], sum of the counts; types: Int[m], tokens seen.
     """
 
-    keys: UInt64[np.ndarray, "n"]  # noqa: F821
-    counts: Int[np.ndarray, "n"]  # noqa: F821
-    contexts: UInt64[np.ndarray, "m"]  # noqa: F821
-    totals: Int[np.ndarray, "m"]  # noqa: F821
-    types: Int[np.ndarray, "m"]  # noqa: F821
+    keys: UInt64[np.ndarray, " n"]
+    counts: Int[np.ndarray, " n"]
+    contexts: UInt64[np.ndarray, " m"]
+    totals: Int[np.ndarray, " m"]
+    types: Int[np.ndarray, " m"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Trigram:
 
     def probabilities(
         self,
-        first: Int[np.ndarray, "n"],  # noqa: F821
-        second: Int[np.ndarray, "n"],  # noqa: F821
-        token: Int[np.ndarray, "n"],  # noqa: F821
-    ) -> Float[np.ndarray, "n"]:  # noqa: F821
+        first: Int[np.ndarray, " n"],
+        second: Int[np.ndarray, " n"],
+        token: Int[np.ndarray, " n"],
+    ) -> Float[np.ndarray, " n"]:
         """Return P(token | first, second) elementwise; over all tokens it sums to one."""
         grams = _pack(first, second, token)
         return _interpolate(_look_up(self.orders, grams), self.discounts, self.vocab_size)
@@ -86,7 +86,7 @@ def fit_trigram(arrays: TokenArrays, *, vocab_size: int) -> Trigram:
 def bits_per_byte(
     model: Trigram,
     arrays: TokenArrays,
-    lengths: Int[np.ndarray, "V"],
+    lengths: Int[np.ndarray, " V"],
 ) -> dict[str, dict[str, float]]:
     """Return bits_per_byte, predicted tokens and their UTF-8 bytes, by kind and for "all".
 
@@ -109,7 +109,7 @@ def bits_per_byte(
     }
 
 
-def _pack(first, second, token) -> UInt64[np.ndarray, "n"]:  # noqa: F821
+def _pack(first, second, token) -> UInt64[np.ndarray, " n"]:
     a, b, c = (np.asarray(x).astype(np.uint64) for x in (first, second, token))
     return (a << np.uint64(2 * BITS)) | (b << np.uint64(BITS)) | c
 
@@ -125,7 +125,7 @@ def _grams(arrays: TokenArrays):
     return grams, document[predicted]
 
 
-def count_orders(grams: UInt64[np.ndarray, "n"]) -> tuple[Order, Order, Order]:  # noqa: F821
+def count_orders(grams: UInt64[np.ndarray, " n"]) -> tuple[Order, Order, Order]:
     """Count packed trigrams; a lower order counts distinct entries of the order above."""
     orders = []
     keys, counts = np.unique(grams, return_counts=True)
@@ -139,7 +139,7 @@ def count_orders(grams: UInt64[np.ndarray, "n"]) -> tuple[Order, Order, Order]: 
     return orders[2], orders[1], orders[0]
 
 
-def _look_up(orders: Sequence[Order], grams: UInt64[np.ndarray, "n"]):  # noqa: F821
+def _look_up(orders: Sequence[Order], grams: UInt64[np.ndarray, " n"]):
     """(count, total, types) of each gram in each order, lowest first; zeros where unseen."""
     parts = []
     for n, order in enumerate(orders, start=1):
@@ -180,7 +180,7 @@ def _fit_discounts(parts, vocab_size: int) -> tuple[float, float, float]:
             return -np.log(_interpolate(parts, tried, vocab_size)).mean()
 
         discounts[order] = round(float(min(grid, key=loss)), 2)
-    return tuple(discounts)
+    return discounts[0], discounts[1], discounts[2]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

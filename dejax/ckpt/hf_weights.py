@@ -51,7 +51,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; expected a model folder with {path.name}") from None
+        raise UsageError(
+            f"{path}: no such file; expected a model folder with {path.name}"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
@@ -84,7 +86,9 @@ def _header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
             )
         count = int(np.prod(shape, dtype=np.int64))
         if end - start != count * DTYPES[dtype].itemsize:
-            raise UsageError(f"{path}: {name} has {end - start} bytes, not those of {shape} {dtype}")
+            raise UsageError(
+                f"{path}: {name} has {end - start} bytes, not those of {shape} {dtype}"
+            )
         if 8 + length + end > size:
             raise UsageError(
                 f"{path}: cut short: {name} ends at byte {8 + length + end}, the file has {size}"
@@ -122,7 +126,9 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
                 problems.append(f"{name}: in {file.name}, but the index lists it in {listed}")
             entries[name] = entry
     if weight_map is not None:
-        problems += [f"{name}: in the index, but in no shard" for name in weight_map.keys() - entries]
+        problems += [
+            f"{name}: in the index, but in no shard" for name in weight_map.keys() - entries
+        ]
     _raise_all(folder, problems)
     return entries
 

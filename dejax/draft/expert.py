@@ -60,9 +60,37 @@ class Draft:
         expert = self.experts[layer]
         return {"weights": expert.weights[...], "gamma": expert.gamma[...]}
 
+    def stacked_params(self) -> Params:
+        """Plain arrays of all layers, for a scan: {"weights": [L, 3, F, D], "gamma": [L]}."""
+        layers = [self.layer_params(layer) for layer in sorted(self.experts)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def draft_of_params(
+    params: Params,
+    *,
+    layers: tuple[int, ...],
+    top_r: int,
+    identity: str,
+    training: Mapping[str, Any],
+) -> Draft:
+    """The draft experts of stacked arrays: the inverse of `Draft.stacked_params`."""
+    experts = {
+        layer: DraftExpert(params["weights"][i], params["gamma"][i])
+        for i, layer in enumerate(layers)
+    }
+    config = DraftConfig(width=params["weights"].shape[2], top_r=top_r)
+    return Draft(config=config, experts=experts, identity=identity, training=training)
+
 
 def draft_output(params: Params, h: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """gamma E_draft(h) from plain arrays."""
+    """gamma E_draft(h) from plain arrays.
+
+    {"constant": [D]} in place of an expert's arrays gives that vector for every row: the baseline
+    that an expert must beat.
+    """
+    if "constant" in params:
+        return jnp.broadcast_to(params["constant"].astype(h.dtype), h.shape)
     return params["gamma"].astype(h.dtype) * expert_output(h, params["weights"])
 
 

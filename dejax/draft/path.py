@@ -4,6 +4,7 @@ The same decoder runs it: only the middle function of a layer differs from the f
 `draft_experts`; decoding gathers the top-r experts itself and adds `draft_output`.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dejax.draft.expert import draft_output
@@ -17,6 +18,26 @@ def top_r(routing: Routing, r: int) -> Routing:
     return Routing(ids=routing.ids[..., :r], gates=routing.gates[..., :r], scores=routing.scores)
 
 
+def below_r(routing: Routing, r: int) -> Routing:
+    """The chosen experts that `top_r` leaves out: what a draft expert stands in for."""
+    return Routing(ids=routing.ids[..., r:], gates=routing.gates[..., r:], scores=routing.scores)
+
+
+def routed_output(
+    h: Float[Array, "B T D"], chosen: Routing, stack: Float[Array, "E 3 F D"], *, block: int
+) -> Float[Array, "B T D"]:
+    """Weighted sum of the experts in `chosen` over whole sequences; zero where it names none.
+
+    `block` is the rows of an expert's block in the grouped product.
+    """
+    k = chosen.ids.shape[-1]
+    if k == 0:
+        return jnp.zeros_like(h)
+    flat = h.reshape(-1, h.shape[-1])
+    ids, gates = chosen.ids.reshape(-1, k), chosen.gates.reshape(-1, k)
+    return experts_of_tokens(flat, ids, gates, stack, block=block).reshape(h.shape)
+
+
 def draft_experts(
     stack: Float[Array, "E 3 F D"], params: Params | None, *, r: int, block: int
 ) -> ExpertsFn:
@@ -27,10 +48,7 @@ def draft_experts(
     """
 
     def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
-        chosen = top_r(routing, r)
-        flat = h.reshape(-1, h.shape[-1])
-        ids, gates = chosen.ids.reshape(-1, r), chosen.gates.reshape(-1, r)
-        y = experts_of_tokens(flat, ids, gates, stack, block=block).reshape(h.shape)
+        y = routed_output(h, top_r(routing, r), stack, block=block)
         return y if params is None else y + draft_output(params, h)
 
     return experts

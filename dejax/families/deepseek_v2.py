@@ -19,7 +19,9 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     c.must_be("norm_topk_prob", (False,), "this family does not renormalise its gates")
     c.must_be("scoring_func", ("softmax",), "sigmoid routing is another family")
     c.must_be("moe_layer_freq", (1,), "every layer after the leading dense ones is a MoE layer")
-    c.must_be("topk_method", ("greedy", "group_limited_greedy"), "the selection rules of this family")
+    c.must_be(
+        "topk_method", ("greedy", "group_limited_greedy"), "the selection rules of this family"
+    )
     grouped = raw.get("topk_method") == "group_limited_greedy"
     heads = c.integer("num_attention_heads")
     c.must_be("num_key_value_heads", (heads,), "MLA has one key head per query head")

@@ -67,7 +67,9 @@ class RawConfig:
         if kind == "default":
             return RopeConfig(dim=dim, theta=theta, interleaved=interleaved)
         if kind != "yarn":
-            raise UsageError(f"config.json: rope type {kind!r} is not supported; use default or yarn")
+            raise UsageError(
+                f"config.json: rope type {kind!r} is not supported; use default or yarn"
+            )
         original = rope.integer("original_max_position_embeddings", None)
         yarn = YarnConfig(
             factor=rope.number("factor"),

@@ -30,10 +30,17 @@ def unique_weights(
 
 
 def experts_of_rows(
-    h: Float[Array, "R D"], weights: Float[Array, "R U"], experts: tuple[Expert, ...]
+    h: Float[Array, "R D"],
+    weights: Float[Array, "R U"],
+    experts: tuple[Expert, ...],
+    *,
+    before: Float[Array, "R D"] | None = None,
 ) -> Float[Array, "R D"]:
-    """Weighted sum over the unique experts of a pass, each read once (`experts` ascending by id)."""
-    y = jnp.zeros_like(h)
+    """Weighted sum over the unique experts of a pass, each read once (`experts` ascending by id).
+
+    `before` is the sum over experts with lower ids, where a pass has more than one group of them.
+    """
+    y = jnp.zeros_like(h) if before is None else before
     for index, expert in enumerate(experts):
         y = y + weights[:, index, None].astype(h.dtype) * expert_output(h, expert)
     return y

@@ -1,0 +1,125 @@
+"""A target ready to decode: its expert store, residency and engine, over many prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
+from dejax.draft.expert import Draft
+from dejax.errors import UsageError
+from dejax.target import Target
+from infer.decode import DecodeOptions, decode, make_drafter
+from infer.engine import Engine
+from infer.link import Link, parse_link
+from infer.residency import Residency
+from infer.trace import Round
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where experts live: bytes of the two caches (None: unlimited), and the link they cross."""
+
+    device_cache: int | None = 0
+    host_cache: int | None = None
+    link: Link = field(default_factory=lambda: parse_link("real"))
+
+
+def expert_store(target: Target, offload: Offload) -> ExpertStore:
+    """The target's store; an unconverted target's experts are put into a store in memory.
+
+    Raises:
+      UsageError: an unconverted target's experts do not fit the host cache.
+    """
+    if target.store is not None:
+        return target.store
+    assert target.routed is not None
+    config = target.config
+    some = target.routed[config.moe_layers[0]]
+    size = sum(stack.nbytes for stack in target.routed.values())
+    if offload.host_cache is not None and size > offload.host_cache:
+        raise UsageError(
+            f"{target.name} is not converted and its experts ({size} bytes) exceed the host cache "
+            f"({offload.host_cache} bytes); run: dejax convert {target.name} --out DIR"
+        )
+    shape, dtype = tuple(some.shape[1:]), some.dtype.name
+    with ExpertStoreWriter(
+        None,
+        layers=config.moe_layers,
+        num_experts=config.moe.num_experts,
+        shape=shape,
+        dtype=dtype,
+        identity=target.identity,
+    ) as writer:
+        for layer, stack in target.routed.items():
+            for expert, record in enumerate(np.asarray(jax.device_get(stack))):
+                writer.write(layer, expert, record)
+        return writer.finish()
+
+
+class Decoder:
+    """Engine and residency of one target, for many prompts. A context manager."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        draft: Draft | None = None,
+        offload: Offload | None = None,
+        capacity: int | None = None,
+        store: ExpertStore | None = None,
+    ):
+        offload = Offload() if offload is None else offload
+        config = target.config
+        store = expert_store(target, offload) if store is None else store
+        dtype = np.dtype(target.compute_dtype)
+        size = int(np.prod(store.shape)) * dtype.itemsize
+        self.residency = Residency(
+            store,
+            device_cache_bytes=offload.device_cache,
+            # A store in memory is the host tier already: a cache before it would hold bytes twice.
+            host_cache_bytes=offload.host_cache if store.path is not None else 0,
+            link=offload.link,
+            compute_dtype=dtype,
+            prefetch_bytes=2 * config.moe.top_k * len(config.moe_layers) * size,
+        )
+        capacity = config.context if capacity is None else min(capacity, config.context)
+        self.engine = Engine(target, self.residency, draft, capacity)
+        self.offload = offload
+        self._warm: set[tuple[int, int | None]] = set()
+
+    def warm_up(self, options: DecodeOptions) -> None:
+        """Compiles what these options need, once."""
+        drafts = options.mode != "ar"
+        key = (options.control.draft_length + 1 if drafts else 1, options.r if drafts else None)
+        if key not in self._warm:
+            self.engine.warm_up(rows=key[0], r=key[1])
+            self._warm.add(key)
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        options: DecodeOptions,
+        *,
+        sample: int = 0,
+        on_round: Callable[[Round], None] = lambda record: None,
+    ) -> tuple[Round, ...]:
+        """Decodes one prompt and returns its trace; `on_round` sees each record as it comes."""
+        self.warm_up(options)
+        records = []
+        drafter = make_drafter(self.engine, options)
+        for record in decode(self.engine, prompt, options, sample=sample, drafter=drafter):
+            records.append(record)
+            on_round(record)
+        return tuple(records)
+
+    def close(self) -> None:
+        """Ends the transfer thread and drops the experts."""
+        self.residency.close()
+
+    def __enter__(self) -> "Decoder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

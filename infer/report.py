@@ -1,0 +1,106 @@
+"""Statistics of decodes, computed from traces and from nothing else.
+
+Definitions follow the field's: acceptance_rate is accepted / drafted (bonus tokens and dropped tokens
+excluded); tokens_per_round is emitted / rounds, the prefill's token excluded from both;
+alpha_pos[i] is the share of drafts whose i-th token was accepted among those whose first i were.
+With P the pairs prefetched in a round and R those that verification required, were not resident at its
+start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R| and
+prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from infer.trace import Round
+
+LOAD_KINDS = ("draft", "prefetch", "demand")
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    """part / whole, or None where nothing was counted."""
+    return part / whole if whole else None
+
+
+def rounds_of(trace: Iterable[Round]) -> list[Round]:
+    """The rounds of a trace, without prefills."""
+    return [record for record in trace if record.kind == "round"]
+
+
+def alpha_by_position(rounds: Sequence[Round]) -> list[float]:
+    """P(drafted token i accepted | those before it accepted), for i = 1, 2, ..."""
+    longest = max((len(r.drafted) for r in rounds), default=0)
+    result = []
+    for position in range(longest):
+        reached = [r for r in rounds if len(r.drafted) > position and r.accepted >= position]
+        if not reached:
+            break
+        result.append(sum(r.accepted > position for r in reached) / len(reached))
+    return result
+
+
+def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
+    """Recall and precision of prefetching over rounds."""
+    hits = needed = used = predicted = 0
+    for record in rounds:
+        missing = record.required - record.resident - record.draft_used
+        hits += len(record.prefetched & missing)
+        needed += len(missing)
+        used += len(record.prefetched & record.required)
+        predicted += len(record.prefetched)
+    return (_ratio(hits, needed) if predicted else None), _ratio(used, predicted)
+
+
+def loads_by_kind(trace: Iterable[Round]) -> dict[str, dict[str, float]]:
+    """Completed transfers of each kind: count, bytes moved, seconds on the link."""
+    result = {kind: {"count": 0, "bytes": 0, "seconds": 0.0} for kind in LOAD_KINDS}
+    for record in trace:
+        for load in record.loads:
+            entry = result[load.kind]
+            entry["count"] += 1
+            entry["bytes"] += load.bytes
+            entry["seconds"] += load.end - load.start
+    return result
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _ratio(sum(values), len(values))
+
+
+def stats(trace: Sequence[Round]) -> dict[str, Any]:
+    """The statistics of one or several decodes (their traces joined)."""
+    rounds = rounds_of(trace)
+    drafted = sum(len(r.drafted) for r in rounds)
+    accepted = sum(r.accepted for r in rounds)
+    emitted = sum(len(r.emitted) for r in rounds)
+    decode_seconds = sum(r.total_seconds for r in rounds)
+    recall, precision = prefetch_quality(rounds)
+    waiting = sum(r.device_seconds + r.load_seconds for r in rounds)
+    passes = sum(r.draft_passes for r in rounds)
+    drafting = [r for r in rounds if r.drafted]
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": _ratio(accepted, drafted),
+        "rounds": len(rounds),
+        "emitted": emitted,
+        "tokens_per_round": _ratio(emitted, len(rounds)),
+        "alpha_pos": alpha_by_position(rounds),
+        "unique_layer_experts": _mean([len(r.required) for r in rounds]),
+        "draft_layer_experts": _mean([len(r.draft_used) for r in drafting]),
+        "prefetch_recall": recall,
+        "prefetch_precision": precision,
+        "loads": loads_by_kind(rounds),
+        "prefill_loads": loads_by_kind(r for r in trace if r.kind == "prefill"),
+        "prefill_seconds": sum(r.total_seconds for r in trace if r.kind == "prefill"),
+        "decode_seconds": decode_seconds,
+        "decode_tps": _ratio(emitted, decode_seconds),
+        "draft_pass_seconds": _ratio(sum(r.draft_seconds for r in rounds), passes),
+        "target_pass_seconds": _mean([r.target_seconds for r in rounds]),
+        "host_share": _ratio(decode_seconds - waiting, decode_seconds),
+    }
+
+
+def distinct_ngrams(sequences: Iterable[Sequence[int]], n: int = 4) -> float | None:
+    """Share of distinct n-grams among all n-grams of the sequences: low where text loops."""
+    grams = [tuple(s[i : i + n]) for s in sequences for i in range(len(s) - n + 1)]
+    return _ratio(len(set(grams)), len(grams))

@@ -1,0 +1,311 @@
+"""One training step of draft experts: target and draft network over the same tokens, in one jit.
+
+One scan over the MoE layers carries both residual streams. The target's is constant; the draft's takes the
+draft path (shared + top-r + draft expert), so that the drift of lower layers is part of what an upper
+layer learns from. Gradients pass through the frozen layers and end in the draft experts
+(DraftExpert, arXiv 2607.24434, section 4).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from dejax.draft.expert import draft_output
+from dejax.draft.path import below_r, routed_output, top_r
+from dejax.model import (
+    DecoderLayer,
+    Params,
+    Transformer,
+    attend_full,
+    causal_mask,
+    combine,
+    logits_of,
+    route,
+)
+from dejax.nn.router import Routing
+from dejax.pytree import pytree
+from train.losses import (
+    LossWeights,
+    Total,
+    VocabularyTotals,
+    distillation_loss,
+    residual_loss,
+    router_loss,
+    vocabulary_losses,
+)
+from train.stacked import StackedDef, StackedParams, block_size, embed_outer
+
+Objective = Literal["all", "residual-local"]
+Batch = dict[str, Array]
+
+
+@pytree(frozen=True)
+class DistillState:
+    """What a checkpoint holds: draft parameters and optimizer state, nothing of the target.
+
+    Attributes:
+      draft: {"weights": [L, 3, F, D], "gamma": [L]}; opt_state: optax's, for these two alone.
+    """
+
+    draft: Params
+    opt_state: Any
+
+
+class LayerPair(NamedTuple):
+    """What the two streams did in a MoE layer (with a leading L after the scan).
+
+    Attributes:
+      residual, router: totals of the two per-layer losses; routes, draft_routes: [B, T, K] experts
+      chosen in the target's and in the draft's stream, best first.
+    """
+
+    residual: Total
+    router: Total
+    routes: Int[Array, "*L B T K"]
+    draft_routes: Int[Array, "*L B T K"]
+
+
+class TargetHalf(NamedTuple):
+    """A MoE layer's target side.
+
+    Attributes:
+      x: residual stream after the layer; hidden: normed input of router and experts; routing;
+      always: output of the shared experts; missing: output of the experts below the top r.
+    """
+
+    x: Float[Array, "B T D"]
+    hidden: Float[Array, "B T D"]
+    routing: Routing
+    always: Float[Array, "B T D"]
+    missing: Float[Array, "B T D"]
+
+
+class Whole(NamedTuple):
+    """What a layer needs of a batch: where its tokens stand, and who sees whom."""
+
+    positions: Int[Array, "B T"]
+    visible: Bool[Array, "B T T"]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Whole":
+        """Positions and mask of a batch of packed rows."""
+        return cls(batch["positions"], causal_mask(batch["segment_ids"]))
+
+
+def target_half(
+    layer: DecoderLayer, x: Float[Array, "B T D"], stack: Array, whole: Whole, *, r: int, block: int
+) -> TargetHalf:
+    """One full MoE layer, its routed output split into the top r and the rest."""
+    x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
+    h, routing, always = route(layer, x)
+    assert routing is not None
+    kept = routed_output(h, top_r(routing, r), stack, block=block)
+    missing = routed_output(h, below_r(routing, r), stack, block=block)
+    return TargetHalf(combine(x, always, kept + missing), h, routing, always, missing)
+
+
+class DraftHalf(NamedTuple):
+    """A MoE layer's draft side, up to its draft expert.
+
+    Attributes:
+      x: residual stream after attention; hidden: normed input of router and experts; routing;
+      always: output of the shared experts; kept: output of the top-r experts.
+    """
+
+    x: Float[Array, "B T D"]
+    hidden: Float[Array, "B T D"]
+    routing: Routing
+    always: Float[Array, "B T D"]
+    kept: Float[Array, "B T D"]
+
+    def finish(self, output: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Residual stream after the layer, given the draft expert's output."""
+        return combine(self.x, self.always, self.kept + output)
+
+
+def draft_half(
+    layer: DecoderLayer, x: Float[Array, "B T D"], stack: Array, whole: Whole, *, r: int, block: int
+) -> DraftHalf:
+    """One MoE layer of the draft network, its draft expert left to the caller."""
+    x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
+    h, routing, always = route(layer, x)
+    assert routing is not None
+    return DraftHalf(x, h, routing, always, routed_output(h, top_r(routing, r), stack, block=block))
+
+
+def paired_forward(
+    definition: StackedDef,
+    params: StackedParams,
+    draft: Params | None,
+    batch: Batch,
+    *,
+    r: int,
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+) -> tuple[Transformer, Float[Array, "B T D"], Float[Array, "B T D"], LayerPair]:
+    """Outer model, the final residual streams of target and draft, and the layers' pairs.
+
+    Args:
+      draft: stacked draft parameters; None is the draft path without draft experts.
+      r: routed experts that the draft path keeps.
+      remat: recompute each layer in the backward pass, for less memory.
+    """
+    whole, counted = Whole.of(batch), batch["mask"]
+    outer, x = embed_outer(
+        definition,
+        params,
+        batch["tokens"],
+        positions=whole.positions,
+        mask=whole.visible,
+        dtype=dtype,
+    )
+    x = jax.lax.stop_gradient(x)
+    tokens, config = batch["tokens"].size, definition.config
+    block, small = block_size(tokens, config), block_size(tokens, config, per_token=max(r, 1))
+
+    def body(carry, pieces):
+        full, drafted = carry
+        layer_params, stack, expert = pieces
+        layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
+        target = target_half(layer, full, stack, whole, r=r, block=block)
+        draft_side = draft_half(layer, drafted, stack, whole, r=r, block=small)
+        h = draft_side.hidden
+        output = jnp.zeros_like(h) if expert is None else draft_output(expert, h)
+        pair = LayerPair(
+            residual=residual_loss(output, target.missing, counted),
+            router=router_loss(target.routing.scores, draft_side.routing.scores, counted),
+            routes=target.routing.ids,
+            draft_routes=draft_side.routing.ids,
+        )
+        return (target.x, draft_side.finish(output)), pair
+
+    body = jax.checkpoint(body) if remat else body
+    (full, drafted), pairs = jax.lax.scan(body, (x, x), (params.layers, params.routed, draft))
+    return outer, full, drafted, pairs
+
+
+def local_residual(
+    definition: StackedDef,
+    params: StackedParams,
+    draft: Params,
+    batch: Batch,
+    *,
+    r: int,
+    dtype: Any = jnp.float32,
+) -> Total:
+    """Residual totals by layer with the target's own hidden states as input: no draft network.
+
+    The cheap first stage: layers are independent and no gradient passes through depth.
+    """
+    whole = Whole.of(batch)
+    _, x = embed_outer(
+        definition,
+        params,
+        batch["tokens"],
+        positions=whole.positions,
+        mask=whole.visible,
+        dtype=dtype,
+    )
+    block = block_size(batch["tokens"].size, definition.config)
+
+    def body(full, pieces):
+        layer_params, stack, expert = pieces
+        layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
+        half = target_half(layer, full, stack, whole, r=r, block=block)
+        output = draft_output(expert, jax.lax.stop_gradient(half.hidden))
+        return jax.lax.stop_gradient(half.x), residual_loss(output, half.missing, batch["mask"])
+
+    return jax.lax.scan(body, x, (params.layers, params.routed, draft))[1]
+
+
+def compare_vocabulary(
+    outer: Transformer,
+    full: Float[Array, "B T D"],
+    drafted: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 512,
+) -> VocabularyTotals:
+    """`vocabulary_losses` of two final residual streams."""
+    width = full.shape[-1]
+    return vocabulary_losses(
+        partial(logits_of, outer),
+        full.reshape(-1, width),
+        drafted.reshape(-1, width),
+        batch["targets"].reshape(-1),
+        batch["mask"].reshape(-1),
+        temperature=temperature,
+        chunk=chunk,
+    )
+
+
+def route_overlap(pairs: LayerPair, mask: Float[Array, "B T"]) -> tuple[Total, Total]:
+    """Share of the target's experts that the draft's router chose too, and matches of the first one.
+
+    Both are over all counted (layer, token).
+    """
+    common = (pairs.routes[..., :, None] == pairs.draft_routes[..., None, :]).any(-1).mean(-1)
+    first = pairs.routes[..., 0] == pairs.draft_routes[..., 0]
+    count = mask.sum() * pairs.routes.shape[0]
+    return Total(jnp.sum(common * mask), count), Total(jnp.sum(first * mask), count)
+
+
+def loss_fn(
+    draft: Params,
+    params: StackedParams,
+    batch: Batch,
+    *,
+    definition: StackedDef,
+    r: int,
+    weights: LossWeights,
+    objective: Objective = "all",
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The objective and what a step reports."""
+    if objective == "residual-local":
+        residual = local_residual(definition, params, draft, batch, r=r, dtype=dtype)
+        loss = residual.mean.mean()
+        return loss, {"loss": loss, "residual": loss}
+    outer, full, drafted, pairs = paired_forward(
+        definition, params, draft, batch, r=r, dtype=dtype, remat=remat
+    )
+    vocabulary = compare_vocabulary(outer, full, drafted, batch, temperature=weights.temperature)
+    loss = distillation_loss(vocabulary, pairs.residual, pairs.router, weights)
+    return loss, {
+        "loss": loss,
+        "kl": vocabulary.logit.mean,
+        "token": vocabulary.token.mean,
+        "residual": pairs.residual.mean.mean(),
+        "router": pairs.router.mean.mean(),
+        "agreement": vocabulary.agreement.mean,
+        "router_agreement": route_overlap(pairs, batch["mask"])[0].mean,
+    }
+
+
+def make_step(
+    optimizer: optax.GradientTransformation, **loss_options: Any
+) -> Callable[[StackedParams, DistillState, Batch], tuple[DistillState, dict[str, Array]]]:
+    """The jitted step (target, state, batch) -> (state, metrics); the state is donated.
+
+    The target is an argument, not a constant of the compiled program. `loss_options` are those of
+    `loss_fn`.
+    """
+    loss = partial(loss_fn, **loss_options)
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(params: StackedParams, state: DistillState, batch: Batch):
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.draft, params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
+        metrics["grad_norm"] = optax.global_norm(grads)
+        draft = optax.apply_updates(state.draft, updates)
+        return DistillState(draft=draft, opt_state=opt_state), metrics
+
+    return step
