@@ -60,4 +60,5 @@ def get_config() -> PretrainConfig:
         loop=LoopConfig(steps=STEPS, log_every=20, eval_every=400, save_every=100, keep=3),
         seed=0,
         balance_weight=0.01,
+        cpu_devices=2,
     )

@@ -1,7 +1,7 @@
 """Model and draft configurations: frozen, checked on construction, reached in one hop.
 
-`dejax.families` builds a `ModelConfig` from a checkpoint's `config.json`; every module takes only its
-own part (`MLAConfig`, `RopeConfig`, `MoEConfig`). Field names are dejax's, not a checkpoint's.
+`dejax.families` builds a `ModelConfig` from a checkpoint's `config.json`; every module takes only
+its own part (`MLAConfig`, `RopeConfig`, `MoEConfig`). Field names are dejax's, not a checkpoint's.
 """
 
 import dataclasses
@@ -39,6 +39,12 @@ class YarnConfig:
     def __post_init__(self):
         _require(self.factor > 0, f"rope: YaRN factor is {self.factor}; expected > 0")
         _require_positive("rope", original_context=self.original_context)
+        factor = 1.0 if self.attention_factor is None else self.attention_factor
+        positive = (self.beta_fast, self.beta_slow, factor)
+        _require(
+            min(positive) > 0 and min(self.mscale, self.mscale_all_dim) >= 0,
+            f"rope: {self}; expected positive betas and attention factor, and mscales >= 0",
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class RopeConfig:
         _require(
             self.dim >= 2 and self.dim % 2 == 0, f"rope: dim is {self.dim}; expected an even number"
         )
-        _require(self.theta > 0, f"rope: theta is {self.theta}; expected > 0")
+        _require(self.theta > 1, f"rope: theta is {self.theta}; expected > 1")
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class MLAConfig:
 class MoEConfig:
     """Routed and shared experts of the MoE layers, and the routing rule.
 
-    `groups` and `groups_kept` limit the selection to the best groups of experts (1 and 1: no limit).
+    `groups` and `groups_kept` limit the selection to the best groups of experts (1 and 1: no
+    limit).
     """
 
     num_experts: int
@@ -107,14 +114,14 @@ class MoEConfig:
         )
         _require(
             self.top_k <= self.num_experts,
-            f"experts: {self.top_k} experts per token out of {self.num_experts}; expected at most all",
+            f"experts: {self.top_k} per token out of {self.num_experts}; expected at most all",
         )
         _require(self.shared_width >= 0, "experts: the shared width is negative")
         _require(self.first_dense >= 0, "experts: the number of leading dense layers is negative")
         _require_positive("experts", groups=self.groups, groups_kept=self.groups_kept)
         _require(
             self.num_experts % self.groups == 0 and self.groups_kept <= self.groups,
-            f"experts: {self.groups} groups ({self.groups_kept} kept) of {self.num_experts} experts; "
+            f"experts: {self.groups} groups ({self.groups_kept} kept) of {self.num_experts}; "
             "expected groups that divide the experts, and at most all groups kept",
         )
         in_kept = self.num_experts // self.groups * self.groups_kept

@@ -1,12 +1,13 @@
 """The decoder: one for all families, training, resident decoding and offloaded decoding.
 
 A layer is three pure functions, shared by every engine: *attend and route* (`attend_full` or
-`attend_cached`, then `route`), *experts* (whoever owns the routed weights computes them), and *combine*.
-A `Transformer` holds the resident weights only; the routed experts are a separate pytree, one
-[E, 3, F, D] array a MoE layer, or records of an expert store.
+`attend_cached`, then `route`), *experts* (whoever owns the routed weights computes them), and
+*combine*. A `Transformer` holds the resident weights only; the routed experts are a separate
+pytree, one [E, 3, F, D] array a MoE layer, or records of an expert store.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,19 +40,19 @@ class LayerTap:
 
 
 class DecoderLayer(nnx.Module):
-    """Resident weights of one layer; `mlp` in a dense layer, `router` and `shared` in a MoE layer."""
+    """Resident weights of one layer: `mlp` if dense, `router` and `shared` if MoE."""
 
     def __init__(self, config: ModelConfig, index: int, *, dtype=jnp.float32, rngs: nnx.Rngs):
         norm = dict(eps=config.norm_eps, dtype=dtype)
         self.input_norm = RMSNorm(config.width, **norm)
         self.attention = MLA(config.attention, config.width, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.width, **norm)
-        mlp = dict(bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        mlp = partial(SwiGLU, config.width, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         moe = index in config.moe_layers
         shared = moe and config.moe.shared_width > 0
-        self.mlp = None if moe else SwiGLU(config.width, config.dense_width, **mlp)
+        self.mlp = None if moe else mlp(config.dense_width)
         self.router = Router(config.moe, config.width, dtype=dtype, rngs=rngs) if moe else None
-        self.shared = SwiGLU(config.width, config.moe.shared_width, **mlp) if shared else None
+        self.shared = mlp(config.moe.shared_width) if shared else None
 
 
 class Transformer(nnx.Module):
@@ -105,7 +106,7 @@ def attend_cached(
     cache: LatentCache,
     *,
     start: Int[Array, ""],
-    positions: Int[Array, "R"],
+    positions: Int[Array, " R"],
     mask: Bool[Array, "R S"],
 ) -> tuple[Float[Array, "R D"], LatentCache]:
     """Residual stream after attention of R new rows over the cache they are written to."""
@@ -120,10 +121,12 @@ def route(
 ) -> tuple[Float[Array, "*rows D"], Routing | None, Float[Array, "*rows D"]]:
     """Normed input of the feed-forward, routing (None in a dense layer), and the always-on output.
 
-    The always-on output is that of the dense feed-forward or of the shared experts (zero without any).
+    The always-on output is that of the dense feed-forward or of the shared experts (zero without
+    any).
     """
     h = layer.mlp_norm(x)
     if layer.router is None:
+        assert layer.mlp is not None
         return h, None, layer.mlp(h)
     shared = jnp.zeros_like(h) if layer.shared is None else layer.shared(h)
     return h, layer.router(h), shared
@@ -134,7 +137,7 @@ def combine(
     always: Float[Array, "*rows D"],
     routed: Float[Array, "*rows D"] | None = None,
 ) -> Float[Array, "*rows D"]:
-    """Residual stream after the feed-forward: the reference adds routed and always-on output first."""
+    """Residual stream after the feed-forward; routed and always-on output are added first."""
     return x + (always if routed is None else routed + always)
 
 
@@ -146,7 +149,7 @@ def layer_full(
     mask: Bool[Array, "B T T"],
     experts: ExpertsFn,
 ) -> tuple[Float[Array, "B T D"], LayerTap | None]:
-    """One layer over whole sequences; `experts` computes the routed output from input and routing."""
+    """One layer over whole sequences; `experts` gives the routed output."""
     x = attend_full(layer, x, positions=positions, mask=mask)
     h, routing, always = route(layer, x)
     if routing is None:

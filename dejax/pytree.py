@@ -1,4 +1,4 @@
-"""`pytree`: chex's frozen dataclass, which is a JAX pytree, seen by type checkers as a dataclass."""
+"""`pytree`: chex's dataclass, a JAX pytree, that type checkers see as a plain dataclass."""
 
 from typing import TYPE_CHECKING
 

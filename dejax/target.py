@@ -1,11 +1,12 @@
 """A loaded target: configuration, resident weights, routed experts, tokenizer, identity.
 
 Two kinds of folder hold a target. A Hugging Face folder is read whole. A converted folder has the
-resident weights in one file and the routed experts in an expert store, and its experts are streamed,
-never all held.
+resident weights in one file and the routed experts in an expert store, and its experts are
+streamed, never all held.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from dejax import families
 from dejax.ckpt import hf_weights
 from dejax.ckpt.expert_store import ExpertStore
+from dejax.ckpt.tensor_files import read_tensor
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.model import Params, Transformer, causal_mask, embed, layer_full, logits_of, split_layer
@@ -69,27 +71,45 @@ class Target:
         records = [self.store.read(layer, e) for e in range(self.config.moe.num_experts)]
         return jnp.asarray(np.stack(records))
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Any) -> Float[Array, "B T V"]:
         """Next-token logits of whole sequences, each seen as one document from position 0.
 
+        Args:
+          tokens: integers [B, T], of any kind of array or as nested lists.
+
         Raises:
-          UsageError: a sequence is longer than the context, or an id is outside the vocabulary.
+          UsageError: they are not that, a sequence is longer than the context, or an id is outside
+            the vocabulary.
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
-        if tokens.ndim != 2:
-            raise UsageError(f"tokens have shape {list(tokens.shape)}; expected [batch, length]")
-        if tokens.shape[1] > self.config.context:
-            raise UsageError(
-                f"{tokens.shape[1]} tokens are more than the context of {self.config.context}"
-            )
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        mask = causal_mask(jnp.zeros_like(tokens))
-        x = embed(self.model, tokens, self.compute_dtype)
+        ids = jax.device_put(self._checked(tokens))
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+        mask = causal_mask(jnp.zeros_like(ids))
+        x = embed(self.model, ids, self.compute_dtype)
         for index, layer in enumerate(self.model.layers):
             definition, params = split_layer(layer)
             stack = self.layer_experts(index) if index in self.config.moe_layers else None
             x = _whole_layer(definition, params, stack, x, positions, mask)
         return logits_of(self.model, x)
+
+    def _checked(self, tokens: Any) -> Int[np.ndarray, "B T"]:
+        try:
+            ids = np.asarray(jax.device_get(tokens))
+        except ValueError:
+            raise UsageError(
+                "tokens are sequences of unequal length; expected one length"
+            ) from None
+        if ids.ndim != 2 or ids.size == 0:
+            raise UsageError(f"tokens have shape {list(ids.shape)}; expected [batch, length]")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise UsageError(f"tokens are {ids.dtype}; expected integers")
+        if ids.shape[1] > self.config.context:
+            raise UsageError(
+                f"{ids.shape[1]} tokens are more than the context of {self.config.context}"
+            )
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            wrong, last = ids.min() if ids.min() < 0 else ids.max(), self.config.vocab_size - 1
+            raise UsageError(f"token {wrong} is not in the vocabulary; expected 0 to {last}")
+        return ids.astype(np.int32)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -110,10 +130,20 @@ def _whole_layer(
 
 def target_identity(config: ModelConfig, model: Transformer) -> str:
     """Hash of the configuration and of every router (as float32), as hexadecimal."""
+    routers = (layer.router for layer in model.layers if layer.router is not None)
+    return _identity(config, (jax.device_get(router.weight[...]) for router in routers))
+
+
+def checkpoint_identity(plan: hf_weights.CheckpointPlan) -> str:
+    """`target_identity` of a checkpoint, read router by router without loading the rest."""
+    paths = (f"layers.{index}.router.weight" for index in plan.config.moe_layers)
+    return _identity(plan.config, (read_tensor(plan.resident[path]) for path in paths))
+
+
+def _identity(config: ModelConfig, routers: Iterable[np.ndarray]) -> str:
     digest = hashlib.sha256(config.identity().encode())
-    for index in config.moe_layers:
-        router = model.layers[index].router
-        digest.update(np.asarray(jax.device_get(router.weight[...]), np.float32).tobytes())
+    for router in routers:
+        digest.update(np.asarray(router).astype(np.float32).tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -121,15 +151,33 @@ def model_folder(path: str | Path) -> Path:
     """The folder that `path` names; "tiny" is the embedded target.
 
     Raises:
-      UsageError: it is missing, not a folder, or has no `config.json`.
+      UsageError: it is missing, not a folder, has no `config.json`, or is half converted.
     """
     folder = BUILT_IN if str(path) == "tiny" else Path(path)
     if not folder.is_dir():
         kind = "is not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {kind}; expected a model folder, or the name tiny")
     if not (folder / "config.json").is_file():
+        if (folder / STORE_DIR).exists():
+            raise UsageError(
+                f"{folder}: the conversion is unfinished; run the same `dejax convert` again"
+            )
         raise UsageError(f"{folder}: no config.json; expected a Hugging Face or converted folder")
     return folder
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The configuration of a model folder, from its `config.json`; no weights are needed.
+
+    Raises:
+      UsageError: it cannot be read, or asks for what dejax does not compute.
+    """
+    file = folder / "config.json"
+    try:
+        return families.model_config(hf_weights.read_json(file))
+    except UsageError as error:
+        problem = str(error).removeprefix(f"{file}: ").removeprefix("config.json: ")
+        raise UsageError(f"{file}: {problem}") from None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -140,8 +188,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # damaged files end in whatever exception they happen to cause
+        first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line})") from None
 
 
@@ -149,7 +197,7 @@ def check_dtype(dtype: str) -> Any:
     """The jax dtype of a name in `DTYPES`; UsageError otherwise, or without x64 for float64."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-    if dtype == "float64" and not jax.config.jax_enable_x64:
+    if dtype == "float64" and jnp.zeros((), np.float64).dtype != np.float64:
         raise UsageError("dtype float64 needs JAX's 64-bit mode: set JAX_ENABLE_X64=1")
     return jnp.dtype(dtype)
 
@@ -166,7 +214,7 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
     """
     held = check_dtype(dtype)
     folder = model_folder(path)
-    config = families.model_config(hf_weights.read_json(folder / "config.json"))
+    config = load_config(folder)
     if (folder / STORE_DIR).exists():
         store = ExpertStore.open(folder / STORE_DIR)
         plan = hf_weights.plan_checkpoint(folder, config, resident_only=True)
@@ -179,7 +227,7 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
     identity = target_identity(config, model)
     if store is not None and store.identity != identity:
         raise UsageError(
-            f"{folder}: the expert store belongs to target {store.identity}, the resident weights to "
+            f"{folder}: the expert store is of target {store.identity}, the resident weights of "
             f"{identity}; convert the model again"
         )
     return Target(
@@ -194,5 +242,8 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
 
 
 def _read_stack(plan: hf_weights.CheckpointPlan, layer: int, dtype) -> Float[Array, "E 3 F D"]:
-    records = [record for _, record in hf_weights.read_layer_experts(plan, layer)]
-    return jax.device_put(np.stack(records).astype(dtype))
+    moe = plan.config.moe
+    stack = np.empty((moe.num_experts, 3, moe.expert_width, plan.config.width), dtype)
+    for expert, record in hf_weights.read_layer_experts(plan, layer, dtype=dtype):
+        stack[expert] = record
+    return jax.device_put(stack)

@@ -1,15 +1,15 @@
 """The decode loop: draft, verify, accept, commit (DraftExpert, arXiv 2607.24434, Algorithm 1).
 
-One loop for every mode. Autoregressive decoding is the loop without a drafter, so it shares prefill,
-target pass, token choice and stopping with the others. Tokens are chosen by the target alone (greedy,
-or seeded sampling whose noise depends only on seed, sample and position): whatever the drafter, the
-controller, the caches or their timing do, only the number of rounds changes.
+One loop for every mode. Autoregressive decoding is the loop without a drafter, so it shares
+prefill, target pass, token choice and stopping with the others. Tokens are chosen by the target
+alone (greedy, or seeded sampling whose noise depends only on seed, sample and position): whatever
+the drafter, the controller, the caches or their timing do, only the number of rounds changes.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -52,9 +52,8 @@ class DecodeOptions:
         if self.r < 1:
             raise UsageError(f"r is {self.r}; expected 1 or more routed experts")
         if self.control.draft_length >= ROW_BUCKETS[-1]:
-            raise UsageError(
-                f"draft_length is {self.control.draft_length}; expected at most {ROW_BUCKETS[-1] - 1}"
-            )
+            most = ROW_BUCKETS[-1] - 1
+            raise UsageError(f"draft_length {self.control.draft_length} exceeds {most}")
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,12 @@ class DraftStep:
       used: pairs whose weights its pass read.
     """
 
-    logits: Float[np.ndarray, "V"]
+    logits: Float[np.ndarray, " V"]
     routes: frozenset[Pair]
     used: frozenset[Pair]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What proposes tokens. It is never trusted: any answer keeps the output unchanged."""
 

@@ -1,11 +1,12 @@
 """The host-driven engine: jitted steps over rows, with routed experts that arrive from a residency.
 
-A pass runs layer by layer: attention, router and shared experts on the device (`_attend_and_route`), the
-chosen ids to the host, the residency waits for what is missing, then the experts (`_add_experts`).
-Rows and unique experts are padded to a small grid of sizes, so that after `warm_up` nothing compiles.
+A pass runs layer by layer: attention, router and shared experts on the device
+(`_attend_and_route`), the chosen ids to the host, the residency waits for what is missing, then the
+experts (`_add_experts`). Rows and unique experts are padded to a small grid of sizes, so that after
+`warm_up` nothing compiles.
 
-Host/device copies, all explicit: the pass's tokens, positions and mask go in with one `device_put`; a
-layer's expert ids come out, its unique ids go in; the logits come out.
+Host/device copies, all explicit: the pass's tokens, positions and mask go in with one `device_put`;
+a layer's expert ids come out, its unique ids go in; the logits come out.
 """
 
 import bisect
@@ -52,7 +53,7 @@ def bucket(count: int, sizes: Sequence[int]) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(definition: nnx.GraphDef, params: Params, tokens: Int[Array, "R"], like: Array):
+def _embed(definition: nnx.GraphDef, params: Params, tokens: Int[Array, " R"], like: Array):
     """Rows of the residual stream before the first layer, in the dtype of `like`."""
     return embed(nnx.merge(definition, params), tokens, like.dtype)
 
@@ -73,7 +74,7 @@ def _attend_and_route(
     x: Float[Array, "R D"],
     cache: LatentCache,
     start: Int[Array, ""],
-    positions: Int[Array, "R"],
+    positions: Int[Array, " R"],
     mask: Bool[Array, "R S"],
 ):
     """Attention, then feed-forward (dense layer) or router and shared experts (MoE layer)."""
@@ -90,7 +91,7 @@ def _sum_experts(
     h: Float[Array, "R D"],
     ids: Int[Array, "R K"],
     gates: Float[Array, "R K"],
-    unique_ids: Int[Array, "U"],
+    unique_ids: Int[Array, " U"],
     experts: tuple[Array, ...],
     before: Float[Array, "R D"] | None,
 ) -> Float[Array, "R D"]:
@@ -106,7 +107,7 @@ def _add_experts(
     h: Float[Array, "R D"],
     ids: Int[Array, "R K"],
     gates: Float[Array, "R K"],
-    unique_ids: Int[Array, "U"],
+    unique_ids: Int[Array, " U"],
     experts: tuple[Array, ...],
     before: Float[Array, "R D"] | None,
     draft: Params | None,
@@ -221,7 +222,7 @@ class Engine:
         return result
 
     def warm_up(self, *, rows: int, r: int | None = None) -> None:
-        """Compiles every step that passes of up to `rows` rows, drafts with top-r, and prefill need.
+        """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
 
         Runs them on zeros; the experts' store is not touched, and a sequence under way is lost.
         """

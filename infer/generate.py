@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
+
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
@@ -37,6 +38,7 @@ from infer.report import stats
 from infer.trace import Round, write_trace
 
 CAPACITY_STEP = 256
+Budget = int | Literal["cache", "off"]
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def _check_lengths(target: Target, encoded: Sequence[tuple[dict, list]]) -> None
             raise UsageError(f"prompt {record['id']} has no tokens; expected at least one")
         if len(ids) >= config.context:
             raise UsageError(
-                f"prompt {record['id']} has {len(ids)} tokens; the context of {config.context} leaves "
-                "no room for a new one"
+                f"prompt {record['id']} has {len(ids)} tokens; the context of {config.context} "
+                "leaves no room for a new one"
             )
         outside = [i for i in ids if not 0 <= i < config.vocab_size]
         if outside:
@@ -188,9 +190,11 @@ def generate(
     return results
 
 
-def parse_budget(text: str) -> int | str | None:
+def parse_budget(text: str) -> Budget:
     """`--budget`: a number of layer-experts, `cache`, or `off`."""
-    return text if text in ("cache", "off") else non_negative_int(text)
+    if text == "cache" or text == "off":
+        return text
+    return non_negative_int(text)
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class Arguments:
     """Stop a draft that is unsure and would pull in many new experts."""
     tau: NonNegativeFloat = 0.6
     """Confidence below which a drafted token counts as unsure."""
-    budget: Annotated[int | str | None, ParsedBy(parse_budget, "N|cache|off")] = None
+    budget: Annotated[Budget | None, ParsedBy(parse_budget, "N|cache|off")] = None
     """New layer-experts an unsure token may bring (default: half of what a token uses)."""
     controller: Controller = "consumer"
     """Which draft pass predicts the experts of a row."""

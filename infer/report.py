@@ -1,11 +1,11 @@
 """Statistics of decodes, computed from traces and from nothing else.
 
-Definitions follow the field's: acceptance_rate is accepted / drafted (bonus tokens and dropped tokens
-excluded); tokens_per_round is emitted / rounds, the prefill's token excluded from both;
+Definitions follow the field's: acceptance_rate is accepted / drafted (bonus tokens and dropped
+tokens excluded); tokens_per_round is emitted / rounds, the prefill's token excluded from both;
 alpha_pos[i] is the share of drafts whose i-th token was accepted among those whose first i were.
-With P the pairs prefetched in a round and R those that verification required, were not resident at its
-start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R| and
-prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
+With P the pairs prefetched in a round and R those that verification required, were not resident at
+its start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R|
+and prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,9 @@
 """One training step of draft experts: target and draft network over the same tokens, in one jit.
 
-One scan over the MoE layers carries both residual streams. The target's is constant; the draft's takes the
-draft path (shared + top-r + draft expert), so that the drift of lower layers is part of what an upper
-layer learns from. Gradients pass through the frozen layers and end in the draft experts
-(DraftExpert, arXiv 2607.24434, section 4).
+One scan over the MoE layers carries both residual streams. The target's is constant; the draft's
+takes the draft path (shared + top-r + draft expert), so that the drift of lower layers is part of
+what an upper layer learns from. Gradients pass through the frozen layers and end in the draft
+experts (DraftExpert, arXiv 2607.24434, section 4).
 """
 
 from collections.abc import Callable
@@ -42,7 +42,8 @@ from train.losses import (
 from train.stacked import StackedDef, StackedParams, block_size, embed_outer
 
 Objective = Literal["all", "residual-local"]
-Batch = dict[str, Array]
+Batch = dict[str, Any]
+"""Packed rows, on the host or the device: the keys and shapes of `train.data.Batch`."""
 
 
 @pytree(frozen=True)
@@ -76,13 +77,15 @@ class TargetHalf(NamedTuple):
 
     Attributes:
       x: residual stream after the layer; hidden: normed input of router and experts; routing;
-      always: output of the shared experts; missing: output of the experts below the top r.
+      always, kept, missing: outputs of the shared experts, of the top r, and of the other chosen
+      ones.
     """
 
     x: Float[Array, "B T D"]
     hidden: Float[Array, "B T D"]
     routing: Routing
     always: Float[Array, "B T D"]
+    kept: Float[Array, "B T D"]
     missing: Float[Array, "B T D"]
 
 
@@ -107,7 +110,7 @@ def target_half(
     assert routing is not None
     kept = routed_output(h, top_r(routing, r), stack, block=block)
     missing = routed_output(h, below_r(routing, r), stack, block=block)
-    return TargetHalf(combine(x, always, kept + missing), h, routing, always, missing)
+    return TargetHalf(combine(x, always, kept + missing), h, routing, always, kept, missing)
 
 
 class DraftHalf(NamedTuple):
@@ -247,7 +250,7 @@ def compare_vocabulary(
 
 
 def route_overlap(pairs: LayerPair, mask: Float[Array, "B T"]) -> tuple[Total, Total]:
-    """Share of the target's experts that the draft's router chose too, and matches of the first one.
+    """Share of the target's experts that the draft's router chose too, and of equal first ones.
 
     Both are over all counted (layer, token).
     """
@@ -305,7 +308,7 @@ def make_step(
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.draft, params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
         metrics["grad_norm"] = optax.global_norm(grads)
-        draft = optax.apply_updates(state.draft, updates)
+        draft: Any = optax.apply_updates(state.draft, updates)
         return DistillState(draft=draft, opt_state=opt_state), metrics
 
     return step

@@ -1,7 +1,7 @@
 """The one training loop: steps, metrics, evaluation, checkpoints and resume.
 
-Data position equals the step, so a checkpoint is parameters, optimizer state and step; resuming gives
-the same batches and, on the same device, the same losses.
+Data position equals the step, so a checkpoint is parameters, optimizer state and step; resuming
+gives the same batches and, on the same device, the same losses.
 """
 
 import json
@@ -43,18 +43,17 @@ class LoopConfig:
 
 def checkpointer(workdir: Path, keep: int) -> ocp.training.Checkpointer:
     """Orbax checkpoints under `workdir`/checkpoints, the last `keep` of them."""
-    policies = ocp.training.preservation_policies
-    return ocp.training.Checkpointer(
-        (workdir / "checkpoints").resolve(), preservation_policy=policies.LatestN(keep)
-    )
+    kept: Any = ocp.training.preservation_policies.LatestN(keep)
+    folder: Any = (workdir / "checkpoints").resolve()  # orbax's stubs ask for etils' own path type
+    return ocp.training.Checkpointer(folder, preservation_policy=kept)
 
 
 def _check_finite(metrics: Metrics, step: int) -> None:
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
         raise FailedError(
-            f"step {step}: {', '.join(bad)} is not finite; lower the learning rate, or resume from the "
-            "last checkpoint with other data"
+            f"step {step}: {', '.join(bad)} is not finite; lower the learning rate, or resume from "
+            "the last checkpoint with other data"
         )
 
 
@@ -69,6 +68,7 @@ def run(
     resume: bool = False,
     evaluate: Callable[[Any], Metrics] | None = None,
     run_info: dict[str, Any] | None = None,
+    place: Callable[[Any], Any] = jax.device_put,
 ) -> tuple[Any, list[Metrics]]:
     """Trains to `config.steps` and returns the final state and the metrics log.
 
@@ -79,6 +79,7 @@ def run(
       label: what the progress line calls the run.
       workdir: where metrics.jsonl and checkpoints go; None keeps everything in memory.
       resume: continue from the newest checkpoint in `workdir`, if there is one.
+      place: puts a batch on the devices.
       run_info: what the checkpoints say about the run (its resolved configuration).
 
     Raises:
@@ -93,7 +94,8 @@ def run(
     with progress(label, config.steps - first, "steps") as bar:
         for step in range(first + 1, config.steps + 1):
             batch = batch_at(step - 1)
-            state, metrics = step_fn(state, jax.device_put(batch))
+            state, metrics = step_fn(state, place(batch))
+            jax.block_until_ready(metrics)  # the rate shown is that of finished steps
             tokens += batch["tokens"].size
             last = step == config.steps
             shown = {}

@@ -1,8 +1,8 @@
-"""Losses as pure functions that return a sum and a count, so that batches and shards add up exactly.
+"""Losses as pure functions that return a sum and a count: batches and shards add up exactly.
 
-The four of distillation are those of DraftExpert (arXiv 2607.24434), section 4: the logits of the full
-target, its most likely token, the output of the experts that the draft path leaves out, and its routers.
-What comes from the target is a constant to all of them.
+The four of distillation are those of DraftExpert (arXiv 2607.24434), section 4: the logits of the
+full target, its most likely token, the output of the experts that the draft path leaves out, and
+its routers. What comes from the target is a constant to all of them.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ def over_chunks(
 ) -> Float[Array, "..."]:
     """Sum of `fn` over chunks of rows, recomputed in the backward pass.
 
-    `fn` maps chunks of every argument to a vector of sums. With logits made inside `fn`, memory is that
-    of one chunk: no [N, V] array is ever held. Rows are zero-padded to whole chunks, so `fn` must give
-    zero for a padded row (its weight is zero).
+    `fn` maps chunks of every argument to a vector of sums. With logits made inside `fn`, memory is
+    that of one chunk: no [N, V] array is ever held. Rows are zero-padded to whole chunks, so `fn`
+    must give zero for a padded row (its weight is zero).
     """
     count = rows[0].shape[0]
     chunks = -(-count // chunk)
@@ -59,8 +59,8 @@ def over_chunks(
 def cross_entropy(
     logits_fn: Callable[[Float[Array, "N D"]], Float[Array, "N V"]],
     hidden: Float[Array, "N D"],
-    targets: Int[Array, "N"],
-    mask: Float[Array, "N"],
+    targets: Int[Array, " N"],
+    mask: Float[Array, " N"],
     *,
     chunk: int = 2048,
 ) -> Total:
@@ -77,7 +77,7 @@ def cross_entropy(
 
 def load_balance(
     scores: Float[Array, "L B T E"], load: Float[Array, "L E"], mask: Float[Array, "B T"]
-) -> Float[Array, "L"]:
+) -> Float[Array, " L"]:
     """Global-batch load-balance loss E * sum_e f_e P_e of each layer (arXiv 2501.11873).
 
     1 when load and mean score are uniform. The gradient reaches the router through the scores only.
@@ -112,8 +112,8 @@ class VocabularyTotals(NamedTuple):
 
     Attributes:
       logit: T^2 KL(target || draft) of the laws at temperature T, nats; token: cross-entropy of the
-      target's most likely token under the draft, nats; agreement: positions where both have the same
-      most likely token; full, draft: cross-entropy of the text's next token, nats.
+      target's most likely token under the draft, nats; agreement: positions where both have the
+      same most likely token; full, draft: cross-entropy of the text's next token, nats.
     """
 
     logit: Total
@@ -127,8 +127,8 @@ def vocabulary_losses(
     logits_fn: Callable[[Float[Array, "N D"]], Float[Array, "N V"]],
     teacher: Float[Array, "N D"],
     student: Float[Array, "N D"],
-    targets: Int[Array, "N"],
-    mask: Float[Array, "N"],
+    targets: Int[Array, " N"],
+    mask: Float[Array, " N"],
     *,
     temperature: float = 1.0,
     chunk: int = 512,
@@ -170,8 +170,8 @@ def residual_loss(
 ) -> Total:
     """Squared error of the draft expert, over the squared length of what it stands in for.
 
-    `missing` is the output of the routed experts that the draft path leaves out. The ratio makes layers
-    comparable whatever the scale of their outputs.
+    `missing` is the output of the routed experts that the draft path leaves out. The ratio makes
+    layers comparable whatever the scale of their outputs.
     """
     missing = jax.lax.stop_gradient(missing)
     error = jnp.sum(jnp.square(output - missing), axis=-1)

@@ -1,7 +1,7 @@
 """Optimizers from optax, and the warm-up / constant / decay schedule.
 
-The constant middle of the schedule does not depend on the number of steps: a run can be cut short or
-prolonged by decaying from any of its checkpoints.
+The constant middle of the schedule does not depend on the number of steps: a run can be cut short
+or prolonged by decaying from any of its checkpoints.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Pretrains a small MoE from scratch: `dejax pretrain configs/pretrain_tiny.py --data DIR --out DIR`.
+"""Pretrains a small MoE: `dejax pretrain configs/pretrain_tiny.py --data DIR --out DIR`.
 
 Every routed product is dropless. The result is an ordinary Hugging Face folder; checkpoints and
 metrics stay beside it, so that a stopped run continues where it was.
@@ -7,13 +7,14 @@ metrics stay beside it, so that a stopped run continues where it was.
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dejax import families
@@ -21,7 +22,7 @@ from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
 from dejax.model import Transformer, logits_of
 from dejax.pytree import pytree
-from train.data import Phase, heldout_rows, make_stream
+from dejax.sharding import DATA, data_mesh, per_shard, replicate, split_batch
 from infer.arguments import Positional, parse
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
@@ -31,7 +32,7 @@ from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import (
     StackedDef,
     StackedParams,
-    expert_load,
+    expert_counts,
     forward,
     stack_target,
     unstack_target,
@@ -41,7 +42,11 @@ from train.tokenizer import load_tokenizer, token_lengths
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """A pretraining run: `model` is the content of the checkpoint's `config.json`."""
+    """A pretraining run.
+
+    `model` is the content of the checkpoint's `config.json`; `cpu_devices` splits the batch over so
+    many virtual devices where there is no accelerator.
+    """
 
     model: dict[str, Any]
     phases: tuple[Phase, ...]
@@ -49,6 +54,7 @@ class PretrainConfig:
     loop: LoopConfig
     seed: int = 0
     balance_weight: float = 0.01
+    cpu_devices: int = 1
 
 
 @pytree(frozen=True)
@@ -80,7 +86,11 @@ def init_params(config: ModelConfig, seed: int) -> tuple[StackedDef, StackedPara
 def loss_fn(
     params: StackedParams, batch: dict[str, Array], *, definition: StackedDef, balance_weight: float
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, "..."]]]:
-    """Next-token loss plus the global load-balance loss, and the metrics of a step."""
+    """This shard's part of the global loss, and the global metrics of a step.
+
+    The parts add up, over the shards of axis `data`, to the next-token loss plus the global
+    load-balance loss.
+    """
     outer, x, taps = forward(
         definition,
         params,
@@ -92,28 +102,46 @@ def loss_fn(
     total = cross_entropy(
         partial(logits_of, outer), rows, batch["targets"].reshape(-1), batch["mask"].reshape(-1)
     )
+    add = partial(jax.lax.psum, axis_name=DATA)
+    counted = add(total.count)
     experts = definition.config.moe.num_experts
-    load = expert_load(taps.routing.ids, batch["mask"], num_experts=experts)
-    balance = load_balance(taps.routing.scores, load, batch["mask"])
+    counts = add(expert_counts(taps.routing.ids, batch["mask"], num_experts=experts))
+    load = counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)
+    share = batch["mask"].sum() / counted
+    balance = share * load_balance(taps.routing.scores, load, batch["mask"]).mean()
+    loss = total.sum / jnp.maximum(counted, 1)
     metrics = {
-        "loss": total.mean,
-        "balance": balance.mean(),
+        "loss": add(loss),
+        "balance": add(balance),
         "load_max": load.max() * experts,
         "load_min": load.min() * experts,
-        "top1_gate": taps.routing.gates[..., 0].mean(),
+        "top1_gate": add(share * taps.routing.gates[..., 0].mean()),
     }
-    return total.mean + balance_weight * balance.mean(), metrics
+    return loss + balance_weight * balance, metrics
 
 
-def make_step(definition: StackedDef, optimizer: optax.GradientTransformation, weight: float):
-    """The jitted training step (state donated)."""
+def _tree(params: StackedParams) -> Any:
+    """The parameters as optax sees them: any pytree (its types know no dataclasses)."""
+    return params
+
+
+def make_step(
+    definition: StackedDef, optimizer: optax.GradientTransformation, weight: float, mesh: Mesh
+):
+    """The jitted training step (state donated): data-parallel over `mesh`."""
+
+    def gradients(params: StackedParams, batch: dict[str, Array]):
+        loss = partial(loss_fn, definition=definition, balance_weight=weight)
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        return jax.lax.psum(grads, DATA), metrics
+
+    sharded = per_shard(gradients, mesh)
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: PretrainState, batch):
-        loss = partial(loss_fn, definition=definition, balance_weight=weight)
-        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        grads, metrics = sharded(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, _tree(state.params))
+        params = cast(StackedParams, optax.apply_updates(_tree(state.params), updates))
         metrics["grad_norm"] = optax.global_norm(grads)
         return PretrainState(params=params, opt_state=opt_state), metrics
 
@@ -181,10 +209,13 @@ def main(argv: list[str]) -> int:
     """Runs `dejax pretrain`."""
     args = parse(Arguments, argv, prog="dejax pretrain", description="Pretrain a small MoE.")
     config = load_config(args.config, args.set)
+    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    mesh = data_mesh()
     model_config = families.model_config(config.model)
     definition, params = init_params(model_config, config.seed)
     optimizer = make_optimizer(config.optimizer, config.loop.steps)
-    state = PretrainState(params=params, opt_state=optimizer.init(params))
+    state = PretrainState(params=params, opt_state=optimizer.init(_tree(params)))
+    state = replicate(state, mesh)
     stream = make_stream(args.data, config.phases, seed=config.seed)
     lengths = token_lengths(load_tokenizer(args.data / "tokenizer"))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -196,8 +227,9 @@ def main(argv: list[str]) -> int:
 
     state, _ = run(
         state,
-        step_fn=make_step(definition, optimizer, config.balance_weight),
+        step_fn=make_step(definition, optimizer, config.balance_weight, mesh),
         batch_at=stream.batch_at,
+        place=lambda batch: split_batch(batch, mesh),
         config=config.loop,
         label="pretrain",
         workdir=args.out,

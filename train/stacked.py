@@ -1,4 +1,4 @@
-"""A target laid out for training: its uniform MoE layers stacked, so that one scan compiles one layer.
+"""A target laid out for training: its MoE layers stacked, so that one scan compiles one layer.
 
 `stack_target` and `unstack_target` convert between the canonical form (a `Transformer` and one
 [E, 3, F, D] array a MoE layer) and `StackedParams`; `forward` runs whole sequences.
@@ -137,7 +137,7 @@ def forward(
     dtype=jnp.float32,
     remat: bool = False,
 ) -> tuple[Transformer, Float[Array, "B T D"], LayerTap]:
-    """Outer model (for the head), final residual stream, and the taps of all MoE layers [L, ...]."""
+    """Outer model (for the head), final residual stream, taps of all MoE layers [L, ...]."""
     mask = causal_mask(segment_ids)
     outer, x = embed_outer(definition, params, tokens, positions=positions, mask=mask, dtype=dtype)
     block = block_size(tokens.size, definition.config)
@@ -145,18 +145,18 @@ def forward(
     def body(x, layer_params):
         layer: DecoderLayer = nnx.merge(definition.layer, layer_params[0])
         experts = routed_fn(layer_params[1], block=block)
-        return layer_full(layer, x, positions=positions, mask=mask, experts=experts)
+        x, tap = layer_full(layer, x, positions=positions, mask=mask, experts=experts)
+        assert tap is not None
+        return x, tap
 
     body = jax.checkpoint(body) if remat else body
     x, taps = jax.lax.scan(body, x, (params.layers, params.routed))
     return outer, x, taps
 
 
-@partial(jax.jit, static_argnames=("num_experts",))
-def expert_load(
+def expert_counts(
     ids: Int[Array, "L B T K"], mask: Float[Array, "B T"], *, num_experts: int
 ) -> Float[Array, "L E"]:
-    """Share of the assignments of counted tokens that each expert gets, layer by layer."""
+    """Assignments of counted tokens that each expert gets, layer by layer."""
     hits = jax.nn.one_hot(ids, num_experts) * mask[None, :, :, None, None]
-    counts = hits.sum(axis=(1, 2, 3))
-    return counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)
+    return hits.sum(axis=(1, 2, 3))

@@ -1,150 +1,54 @@
 """Hugging Face safetensors folders: strict reading and writing of a target's weights.
 
-Every tensor of the folder must be one the family knows, with its shape; every tensor the configuration
-needs must be there once. Violations are collected and reported together. Nothing is unpickled.
+Every tensor of the folder must be one the family knows, with its shape; every tensor the
+configuration needs must be there once. Violations are collected and reported together. Nothing is
+unpickled.
 """
 
+import functools
 import json
 import shutil
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from dejax.ckpt.tensor_files import (
+    SINGLE_FILE,
+    TensorEntry,
+    equal_tensors,
+    list_tensors,
+    read_json,
+    read_tensor,
+)
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.families import family_of
 from dejax.model import Transformer
+from dejax.shapes import Pair
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+__all__ = [
+    "CheckpointPlan",
+    "abstract_model",
+    "checkpoint_tensors",
+    "pack_expert",
+    "plan_checkpoint",
+    "read_json",
+    "read_layer_experts",
+    "read_resident",
+    "resident_keys",
+    "write_checkpoint",
+]
+
+_EMBEDDING_KEY = "model.embed_tokens.weight"
+_HEAD_KEY = "lm_head.weight"
 _SHOWN = 12  # problems listed before "and N more"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies: file, byte range in it, shape and dtype."""
-
-    file: Path
-    start: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UsageError when it is missing or is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path}: no such file; expected a model folder with {path.name}"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """Entries of one safetensors file; UsageError when the file is cut short or malformed."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if length <= size else None
-    except (OSError, struct.error, ValueError) as error:
-        raise UsageError(f"{path}: not a readable safetensors file ({error})") from None
-    if not isinstance(header, dict):
-        raise UsageError(f"{path}: not a safetensors file, or cut short in its header")
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = info["dtype"], tuple(info["shape"])
-            start, end = info["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise UsageError(f"{path}: the header entry of {name} is malformed") from None
-        if dtype not in DTYPES:
-            raise UsageError(
-                f"{path}: {name} has dtype {dtype}; supported: {', '.join(sorted(DTYPES))}"
-            )
-        count = int(np.prod(shape, dtype=np.int64))
-        if end - start != count * DTYPES[dtype].itemsize:
-            raise UsageError(
-                f"{path}: {name} has {end - start} bytes, not those of {shape} {dtype}"
-            )
-        if 8 + length + end > size:
-            raise UsageError(
-                f"{path}: cut short: {name} ends at byte {8 + length + end}, the file has {size}"
-            )
-        yield name, TensorEntry(path, 8 + length + start, shape, DTYPES[dtype])
-
-
-def list_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a folder (single file or sharded with an index), each exactly once."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise UsageError(f"{index}: expected an object weight_map from tensor to file name")
-        files = sorted({folder / name for name in weight_map.values()})
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise UsageError(f"{index}: shards listed but missing: {', '.join(missing)}")
-    else:
-        weight_map, files = None, [folder / SINGLE_FILE]
-        if not files[0].exists():
-            raise UsageError(
-                f"{folder}: no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards"
-            )
-    entries: dict[str, TensorEntry] = {}
-    problems = []
-    for file in files:
-        for name, entry in _header(file):
-            if name in entries:
-                problems.append(f"{name}: in both {entries[name].file.name} and {file.name}")
-            elif weight_map is not None and weight_map.get(name) != file.name:
-                listed = weight_map.get(name, "nowhere")
-                problems.append(f"{name}: in {file.name}, but the index lists it in {listed}")
-            entries[name] = entry
-    if weight_map is not None:
-        problems += [
-            f"{name}: in the index, but in no shard" for name in weight_map.keys() - entries
-        ]
-    _raise_all(folder, problems)
-    return entries
-
-
-def _raise_all(folder: Path, problems: list[str]) -> None:
-    if problems:
-        shown = "; ".join(sorted(problems)[:_SHOWN])
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise UsageError(f"{folder}: {len(problems)} bad tensors: {shown}{more}")
-
-
-def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """One tensor, read from its byte range."""
-    count = int(np.prod(entry.shape, dtype=np.int64))
-    flat = np.fromfile(entry.file, dtype=entry.dtype, count=count, offset=entry.start)
-    return flat.reshape(entry.shape)
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
@@ -156,9 +60,9 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
 def resident_keys(config: ModelConfig) -> dict[str, str]:
     """Checkpoint key -> dotted path in `Transformer`, for all resident weights."""
     family = family_of(config.family)
-    keys = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm.weight"}
+    keys = {_EMBEDDING_KEY: "embedding", "model.norm.weight": "norm.weight"}
     if not config.tied:
-        keys["lm_head.weight"] = "head"
+        keys[_HEAD_KEY] = "head"
     for index in range(config.num_layers):
         for key, path in family.layer_keys(config, index).items():
             keys[f"model.layers.{index}.{key}"] = f"layers.{index}.{path}"
@@ -182,41 +86,81 @@ class CheckpointPlan:
 
     config: ModelConfig
     resident: dict[str, TensorEntry]
-    experts: dict[tuple[int, int], tuple[TensorEntry, ...]]
+    experts: dict[Pair, tuple[TensorEntry, ...]]
+
+    @property
+    def expert_dtype(self) -> np.dtype:
+        """What the routed experts are stored as; where that differs, what holds all exactly."""
+        stored = {entry.dtype for entries in self.experts.values() for entry in entries}
+        return np.dtype(functools.reduce(jnp.promote_types, stored))
+
+    def resident_entries(self) -> dict[str, TensorEntry]:
+        """Checkpoint key -> entry of every resident weight."""
+        return {key: self.resident[path] for key, path in resident_keys(self.config).items()}
 
 
-def _expert_entries(
-    config: ModelConfig, family: ModuleType, entries: dict[str, TensorEntry], problems: list[str]
-) -> tuple[dict[tuple[int, int], tuple[TensorEntry, ...]], set[str]]:
-    """Entries of the routed experts in either disk layout, and the keys they use up."""
-    width, moe = config.width, config.moe
-    experts, used = {}, set()
+class _Taker:
+    """Hands out entries by key and shape, and keeps account of what is wrong and what is left."""
 
-    def take(key: str, shape: tuple[int, ...]) -> TensorEntry | None:
-        used.add(key)
-        entry = entries.get(key)
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.entries, self.problems = list_tensors(folder)
+        self.left = set(self.entries)
+
+    def take(self, key: str, shape: tuple[int, ...]) -> TensorEntry:
+        self.left.discard(key)
+        entry = self.entries.get(key)
         if entry is None:
-            problems.append(f"{key}: missing")
-        elif entry.shape != shape:
-            problems.append(f"{key}: shape {list(entry.shape)}, expected {list(shape)}")
+            self.problems.append(f"{key}: missing")
+            return TensorEntry(self.folder, 0, shape, np.dtype(np.float32))  # never read
+        if entry.shape != shape:
+            self.problems.append(f"{key}: shape {list(entry.shape)}, expected {list(shape)}")
         return entry
 
+    def finish(self) -> None:
+        """Raises UsageError with every problem, the keys nobody took included."""
+        # The reference writes empty tensors for shared experts of width 0: they hold nothing.
+        unknown = [key for key in self.left if self.entries[key].size]
+        problems = self.problems + [f"{key}: unknown" for key in unknown]
+        if problems:
+            shown = "; ".join(sorted(problems)[:_SHOWN])
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise UsageError(f"{self.folder}: {len(problems)} bad tensors: {shown}{more}")
+
+
+def _take_experts(taker: _Taker, config: ModelConfig) -> dict[Pair, tuple[TensorEntry, ...]]:
+    """Entries of the routed experts, in whichever disk layout a layer has."""
+    family = family_of(config.family)
+    e, f, d = config.moe.num_experts, config.moe.expert_width, config.width
+    experts = {}
     for layer in config.moe_layers:
         prefix = f"model.layers.{layer}."
-        fused = [prefix + key for key in family.FUSED_KEYS]
-        f, e = moe.expert_width, moe.num_experts
-        if any(key in entries for key in fused):
-            pair = (take(fused[0], (e, 2 * f, width)), take(fused[1], (e, width, f)))
-            experts[layer, -1] = pair
+        gate_up, down = (prefix + key for key in family.FUSED_KEYS)
+        if gate_up in taker.entries or down in taker.entries:
+            fused = (taker.take(gate_up, (e, 2 * f, d)), taker.take(down, (e, d, f)))
+            experts[layer, -1] = fused
             continue
         for expert in range(e):
-            gate, up, down = (prefix + key for key in family.expert_keys(expert))
-            experts[layer, expert] = (
-                take(gate, (f, width)),
-                take(up, (f, width)),
-                take(down, (width, f)),
-            )
-    return experts, used
+            keys = (prefix + key for key in family.expert_keys(expert))
+            shapes = ((f, d), (f, d), (d, f))
+            experts[layer, expert] = tuple(map(taker.take, keys, shapes))
+    return experts
+
+
+def _take_tied_head(taker: _Taker) -> None:
+    """Lets a tied checkpoint hold a head as well, if it is the embedding.
+
+    Flag and file disagree in published checkpoints; which of the two is meant cannot be known.
+    """
+    embedding, head = taker.entries.get(_EMBEDDING_KEY), taker.entries.get(_HEAD_KEY)
+    if embedding is None or head is None:
+        return
+    taker.left.discard(_HEAD_KEY)
+    if not equal_tensors(embedding, head):
+        taker.problems.append(
+            f"{_HEAD_KEY}: differs from {_EMBEDDING_KEY}, but tie_word_embeddings is true "
+            "(set it to false to use this head, or remove the tensor)"
+        )
 
 
 def plan_checkpoint(
@@ -229,49 +173,40 @@ def plan_checkpoint(
     Raises:
       UsageError: listing every missing, unknown, doubled or misshapen tensor.
     """
-    entries = list_tensors(folder)
+    taker = _Taker(folder)
     _, state = abstract_model(config)
     shapes = {path: tuple(leaf.shape) for path, leaf in _paths(state).items()}
-    problems: list[str] = []
-    resident = {}
-    keys = resident_keys(config)
-    for key, path in keys.items():
-        entry = entries.get(key)
-        if entry is None:
-            problems.append(f"{key}: missing")
-        elif entry.shape != shapes[path]:
-            problems.append(f"{key}: shape {list(entry.shape)}, expected {list(shapes[path])}")
-        else:
-            resident[path] = entry
-    experts, used = {}, set()
-    if not resident_only:
-        experts, used = _expert_entries(config, family_of(config.family), entries, problems)
-    problems += [f"{key}: unknown" for key in entries.keys() - keys.keys() - used]
-    _raise_all(folder, problems)
+    resident = {path: taker.take(key, shapes[path]) for key, path in resident_keys(config).items()}
+    experts = {} if resident_only else _take_experts(taker, config)
+    if config.tied:
+        _take_tied_head(taker)
+    taker.finish()
     return CheckpointPlan(config, resident, experts)
 
 
-def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """One expert record [3, F, D] from gate and up [F, D] and down [D, F]."""
-    return np.stack([gate, up, down.T])
+def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray, *, dtype=None) -> np.ndarray:
+    """One expert record [3, F, D] from gate and up [F, D] and down [D, F], in `dtype` if given."""
+    record = np.empty((3, *gate.shape), gate.dtype if dtype is None else dtype)
+    for part, matrix in zip(record, (gate, up, down.T), strict=True):
+        part[...] = matrix
+    return record
 
 
-def read_layer_experts(plan: CheckpointPlan, layer: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(expert, record [3, F, D]) of one MoE layer in ascending order, in the stored dtype."""
+def read_layer_experts(
+    plan: CheckpointPlan, layer: int, *, dtype=None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(expert, record [3, F, D]) of one MoE layer in ascending order, one in memory at a time.
+
+    `dtype` defaults to that of the checkpoint (`plan.expert_dtype`).
+    """
+    dtype = plan.expert_dtype if dtype is None else dtype
     for expert in range(plan.config.moe.num_experts):
-        if (layer, -1) not in plan.experts:
-            yield expert, pack_expert(*(read_tensor(e) for e in plan.experts[layer, expert]))
-            continue
-        gate_up, down = (_expert_slice(entry, expert) for entry in plan.experts[layer, -1])
-        yield expert, pack_expert(*np.split(gate_up, 2), down)
-
-
-def _expert_slice(entry: TensorEntry, expert: int) -> np.ndarray:
-    """Row `expert` of a fused tensor, without reading the others."""
-    size = int(np.prod(entry.shape[1:], dtype=np.int64)) * entry.dtype.itemsize
-    return read_tensor(
-        TensorEntry(entry.file, entry.start + expert * size, entry.shape[1:], entry.dtype)
-    )
+        if (layer, -1) in plan.experts:
+            gate_up, down = (read_tensor(e.row(expert)) for e in plan.experts[layer, -1])
+            matrices = (*np.split(gate_up, 2), down)
+        else:
+            matrices = tuple(read_tensor(entry) for entry in plan.experts[layer, expert])
+        yield expert, pack_expert(*matrices, dtype=dtype)
 
 
 def read_resident(plan: CheckpointPlan, dtype) -> Transformer:
@@ -312,7 +247,7 @@ def write_checkpoint(
     dtype,
     tokenizer: Path | None = None,
 ) -> None:
-    """Writes a Hugging Face folder (config, weights in `dtype`, tokenizer files), whole or not at all.
+    """Writes a Hugging Face folder (config, weights in `dtype`, tokenizer), whole or not at all.
 
     Raises:
       UsageError: the folder exists already.

@@ -1,8 +1,8 @@
 """Draft experts: one small resident SwiGLU expert and one scalar per MoE layer.
 
-DraftExpert (arXiv 2607.24434), section 4: y_draft = shared(h) + g_1 E_1(h) + gamma E_draft(h), where
-E_1 is the target's own top-1 expert with the gate that the full routing rule gives it. Everything but
-`DraftParam` stays frozen.
+DraftExpert (arXiv 2607.24434), section 4: y_draft = shared(h) + g_1 E_1(h) + gamma E_draft(h),
+where E_1 is the target's own top-1 expert with the gate that the full routing rule gives it.
+Everything but `DraftParam` stays frozen.
 """
 
 from collections.abc import Mapping

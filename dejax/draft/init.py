@@ -1,8 +1,8 @@
 """What draft experts start from: neurons copied from the routed experts that they stand in for.
 
-Averaging experts is no start, since their neurons are not aligned. The gate and up rows of the neurons
-that carry most of the missing output are copied; the down rows are zero, or fitted in closed form by the
-caller. Gate, up and down are never zero together: nothing would have a gradient.
+Averaging experts is no start, since their neurons are not aligned. The gate and up rows of the
+neurons that carry most of the missing output are copied; the down rows are zero, or fitted in
+closed form by the caller. Gate, up and down are never zero together: nothing would have a gradient.
 """
 
 import jax
@@ -25,7 +25,7 @@ def neuron_importance(
     h: Float[Array, "N D"],
     chosen: Routing,
     stack: Float[Array, "E 3 F D"],
-    mask: Float[Array, "N"],
+    mask: Float[Array, " N"],
 ) -> Float[Array, "E F"]:
     """Sum over rows of gate * |activation| * |down row|, for every neuron of every routed expert.
 
@@ -42,13 +42,13 @@ def neuron_importance(
     return jax.lax.scan(one, None, (jnp.arange(stack.shape[0]), stack))[1]
 
 
-def most_important(importance: Float[Array, "E F"], count: int) -> Int[np.ndarray, "count"]:
+def most_important(importance: Float[np.ndarray, "E F"], count: int) -> Int[np.ndarray, " count"]:
     """Flat indices (expert * F + neuron) of the `count` largest entries, ties to the lower index.
 
     Raises:
       UsageError: the experts have fewer neurons in all.
     """
-    flat = np.asarray(importance).reshape(-1)
+    flat = importance.reshape(-1)
     if count > flat.size:
         raise UsageError(
             f"draft: a width of {count} is more than the {flat.size} neurons of a layer's routed "
@@ -58,7 +58,7 @@ def most_important(importance: Float[Array, "E F"], count: int) -> Int[np.ndarra
 
 
 def copy_neurons(
-    stack: Float[Array, "E 3 F D"], neurons: Int[np.ndarray, "count"]
+    stack: Float[Array, "E 3 F D"], neurons: Int[np.ndarray, " count"]
 ) -> Float[Array, "3 count D"]:
     """A draft expert with gate and up rows of these neurons, in float32 at least; down is zero."""
     wide = jnp.promote_types(stack.dtype, jnp.float32)

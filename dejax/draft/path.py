@@ -1,7 +1,7 @@
 """The draft path of a MoE layer: shared experts + the top-r routed experts + the draft expert.
 
-The same decoder runs it: only the middle function of a layer differs from the full MoE. Training uses
-`draft_experts`; decoding gathers the top-r experts itself and adds `draft_output`.
+The same decoder runs it: only the middle function of a layer differs from the full MoE. Training
+uses `draft_experts`; decoding gathers the top-r experts itself and adds `draft_output`.
 """
 
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def draft_experts(
 ) -> ExpertsFn:
     """The draft path's expert function over whole sequences, for `dejax.model.layer_full`.
 
-    `params` are a draft expert's arrays; None leaves it out (shared + top-r alone). The index of the
-    top expert is constant; its gate and the hidden state carry gradients.
+    `params` are a draft expert's arrays; None leaves it out (shared + top-r alone). The index of
+    the top expert is constant; its gate and the hidden state carry gradients.
     """
 
     def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:

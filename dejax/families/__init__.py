@@ -1,6 +1,7 @@
 """Model families: for each, how a `config.json` becomes a `ModelConfig`, and its checkpoint's keys.
 
-A family is one file with `MODEL_TYPE`, `model_config`, `layer_keys`, `expert_keys` and `FUSED_KEYS`, listed here.
+A family is one file with `MODEL_TYPE`, `model_config`, `layer_keys`, `expert_keys` and
+`FUSED_KEYS`, listed here.
 """
 
 import importlib

@@ -1,7 +1,8 @@
 """DeepSeek-V2 and V2-Lite (arXiv 2405.04434): MLA, softmax router, shared experts, YaRN.
 
-The reference is the `transformers` class: rotary pairs are always interleaved, the inner norms of MLA
-always use eps 1e-6, and `norm_topk_prob` is not read (releases have it false, so true is refused).
+The reference is the `transformers` class: rotary pairs are always interleaved, the inner norms of
+MLA always use eps 1e-6, and `norm_topk_prob` is not read (releases have it false, so true is
+refused).
 """
 
 from typing import Any
@@ -15,6 +16,9 @@ MODEL_TYPE = "deepseek_v2"
 def model_config(raw: dict[str, Any]) -> ModelConfig:
     """`config.json` of a DeepSeek-V2 checkpoint; UsageError for what is not honoured."""
     c = RawConfig(raw)
+    c.must_lack("quantization_config", "weights are read as float32, bfloat16 or float16")
+    # Left out, they have the reference's own defaults (1536 and 2), which no file means by that.
+    c.must_have("q_lora_rank", "n_shared_experts")
     c.must_be("hidden_act", ("silu",), "the experts are SwiGLU")
     c.must_be("norm_topk_prob", (False,), "this family does not renormalise its gates")
     c.must_be("scoring_func", ("softmax",), "sigmoid routing is another family")
@@ -61,7 +65,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def layer_keys(config: ModelConfig, index: int) -> dict[str, str]:
-    """Checkpoint key -> path of the array in `DecoderLayer`, for the resident weights of a layer."""
+    """Checkpoint key -> path of the array in `DecoderLayer`, for a layer's resident weights."""
     attention = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
     if config.attention.query_rank is None:
         attention += ["q_proj"]
@@ -92,7 +96,7 @@ def layer_keys(config: ModelConfig, index: int) -> dict[str, str]:
 def expert_keys(expert: int) -> tuple[str, str, str]:
     """Keys of one routed expert below its layer: gate, up and down projection ([out, in] each)."""
     prefix = f"mlp.experts.{expert}"
-    return tuple(f"{prefix}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
+    return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", f"{prefix}.down_proj.weight"
 
 
 FUSED_KEYS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -1,9 +1,9 @@
 """Routed experts: one function for a few decode rows, one for long sequences.
 
-An expert is one array [3, F, D]: gate projection, up projection, and the down projection transposed,
-so that it is loaded, checked and moved as one record. Both functions add a row's experts in ascending
-expert id; padding has weight zero. A row's sum therefore depends neither on which other experts the
-pass uses nor on the size bucket.
+An expert is one array [3, F, D]: gate projection, up projection, and the down projection
+transposed, so that it is loaded, checked and moved as one record. Both functions add a row's
+experts in ascending expert id; padding has weight zero. A row's sum therefore depends neither on
+which other experts the pass uses nor on the size bucket.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ def expert_output(h: Float[Array, "*rows D"], expert: Expert) -> Float[Array, "*
 
 
 def unique_weights(
-    ids: Int[Array, "R K"], gates: Float[Array, "R K"], unique_ids: Int[Array, "U"]
+    ids: Int[Array, "R K"], gates: Float[Array, "R K"], unique_ids: Int[Array, " U"]
 ) -> Float[Array, "R U"]:
     """Gate of each unique expert in each row, zero where a row does not use it (padding id -1)."""
     hit = ids[:, :, None] == unique_ids[None, None, :]

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Two forms of the same arithmetic. A whole sequence without a cache expands the latent into keys and
-values. Decode rows read a cache of latents and absorb the expansion into query and output instead, so
-a step costs S * (C + P) per head and never expands the cache.
+values. Decode rows read a cache of latents and absorb the expansion into query and output instead,
+so a step costs S * (C + P) per head and never expands the cache.
 """
 
 import jax
@@ -123,7 +123,7 @@ class MLA(nnx.Module):
         cache: LatentCache,
         *,
         start: Int[Array, ""],
-        positions: Int[Array, "R"],
+        positions: Int[Array, " R"],
         mask: Bool[Array, "R S"],
     ) -> tuple[Float[Array, "R D"], LatentCache]:
         """Attention of R new rows, whose latents are written to slots start .. start + R - 1.

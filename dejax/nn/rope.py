@@ -1,7 +1,7 @@
 """Rotary position embeddings, with YaRN and DeepSeek's magnitude factors.
 
-The inverse frequencies are constants of the configuration (numpy, float64 until applied); tables for
-the rows of a pass are made inside jit from their positions.
+The inverse frequencies are constants of the configuration (numpy, float64 until applied); tables
+for the rows of a pass are made inside jit from their positions.
 """
 
 import math
@@ -14,7 +14,7 @@ from dejax.config import RopeConfig, YarnConfig
 
 
 def magnitude(factor: float, scale: float) -> float:
-    """YaRN's magnitude correction m(scale) = 0.1 * scale * ln(factor) + 1 (1 when not extending)."""
+    """YaRN's magnitude m(scale) = 0.1 * scale * ln(factor) + 1 (1 when not extending)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

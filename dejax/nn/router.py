@@ -1,7 +1,7 @@
 """The router of a MoE layer: scores over the routed experts, selection, and gates.
 
-Scores are computed in at least float32 whatever the dtype of weights and activations: a shorter router
-picks other experts. Ties go to the lower expert id.
+Scores are computed in at least float32 whatever the dtype of weights and activations: a shorter
+router picks other experts. Ties go to the lower expert id.
 """
 
 import jax
@@ -38,7 +38,9 @@ class Router(nnx.Module):
     def __call__(self, h: Float[Array, "*rows D"]) -> Routing:
         config = self.config
         wide = jnp.promote_types(h.dtype, jnp.float32)
-        logits = h.astype(wide) @ self.weight[...].astype(wide).T
+        # "highest": accelerators would else round the operands of a float32 product.
+        weight = self.weight[...].astype(wide)
+        logits = jnp.matmul(h.astype(wide), weight.T, precision="highest")
         scores = jax.nn.softmax(logits, axis=-1)
         choice = scores
         if config.groups > 1:

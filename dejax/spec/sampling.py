@@ -179,6 +179,21 @@ class TokenPicker:
         ids, law = _law(logits, self.sampling, where)
         return int(ids[np.argmax(law + self._noise_of(ids, position))])
 
+    def scores(
+        self, logits: Float[np.ndarray, " V"], *, position: int
+    ) -> Float64[np.ndarray, " V"]:
+        """What `pick` maximises, for every token: for judging how close a choice was.
+
+        Greedy: the logits; sampling: log p plus the position's noise, -inf outside the law.
+        """
+        logits = self._checked(logits)
+        if self.sampling.temperature == 0:
+            return logits.astype(np.float64)
+        ids, law = _law(logits, self.sampling, f"logits at position {position}")
+        scores = np.full(len(logits), -np.inf)
+        scores[ids] = law + self._noise_of(ids, position)
+        return scores
+
     def confidence(self, logits: Float[np.ndarray, " V"]) -> float:
         """Largest probability, in (0, 1]: known before a token is chosen, whatever the choice.
 

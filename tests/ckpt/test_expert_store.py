@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,9 +50,18 @@ def folder(tmp_path):
     return tmp_path / "experts"
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    path = tmp_path_factory.mktemp("finished") / "experts"
+    write_all(ExpertStoreWriter(path, **PLAN))
+    return path
+
+
 @pytest.fixture
-def store(folder):
-    return write_all(ExpertStoreWriter(folder, **PLAN))
+def store(folder, finished):
+    """A whole store in `folder`, which the test may damage."""
+    shutil.copytree(finished, folder)
+    return ExpertStore.open(folder)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -211,7 +221,7 @@ def test_a_finished_store_stays_as_it_is(folder, store):
     assert (folder / "manifest.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -222,10 +232,11 @@ def test_a_finished_store_stays_as_it_is(folder, store):
         ("layers", (1, 2, 6)),
     ],
 )
-def test_another_target_is_refused_with_both_named(folder, finished, field, value):
-    with ExpertStoreWriter(folder, **PLAN) as writer:
-        if finished:
-            write_all(writer)
+def test_another_target_is_refused_with_both_named(folder, finished, whole, field, value):
+    if whole:
+        shutil.copytree(finished, folder)
+    else:
+        ExpertStoreWriter(folder, **PLAN).close()
     with pytest.raises(UsageError) as error:
         ExpertStoreWriter(folder, **(PLAN | {field: value}))
     assert repr(PLAN[field]) in str(error.value) and repr(value) in str(error.value)

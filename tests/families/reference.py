@@ -1,79 +1,22 @@
-"""Random small checkpoints written by `transformers`, with nothing left at its default value."""
+"""Random small checkpoints written by `transformers`, and what it computes of them."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config
+from transformers.utils import logging
 
-COMMON = dict(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    max_position_embeddings=128,
-    first_k_dense_replace=1,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_shared_experts=2,
-    kv_lora_rank=32,
-    q_lora_rank=None,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    eos_token_id=2,
-)
+from tests.families.random_folder import COMMON, CONFIGS
 
-
-def yarn(mscale: float, mscale_all_dim: float) -> dict:
-    """YaRN settings that matter at 64 positions: extension by 4 from 32."""
-    return dict(
-        rope_type="yarn",
-        rope_theta=1e4,
-        factor=4.0,
-        original_max_position_embeddings=32,
-        beta_fast=32,
-        beta_slow=1,
-        mscale=mscale,
-        mscale_all_dim=mscale_all_dim,
-    )
-
-
-CONFIGS = {
-    "lite": dict(topk_method="greedy", rope_parameters=yarn(0.707, 0.707)),
-    "full": dict(
-        topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-        q_lora_rank=24,
-        routed_scaling_factor=16.0,
-        rope_parameters=yarn(0.707, 0.707),
-    ),
-    "two-mscales-biases-tied": dict(
-        topk_method="greedy",
-        rope_parameters=yarn(1.0, 0.5),
-        attention_bias=True,
-        mlp_bias=True,
-        q_lora_rank=24,
-        tie_word_embeddings=True,
-    ),
-    "no-yarn-all-moe": dict(
-        topk_method="greedy",
-        first_k_dense_replace=0,
-        rope_parameters=dict(rope_type="default", rope_theta=5e3),
-    ),
-}
+logging.disable_progress_bar()
+EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 
 
 def random_model(name: str, seed: int = 0, **overrides):
-    """A `transformers` model (eager, float32) of a named configuration, all weights re-randomised."""
+    """A `transformers` model (eager, float32) of a named configuration, all weights randomised."""
     config = DeepseekV2Config(**(COMMON | CONFIGS[name] | overrides))
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **EAGER).eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -84,7 +27,7 @@ def random_model(name: str, seed: int = 0, **overrides):
         elif key.endswith("mlp.gate.weight"):
             parameter.data = 0.5 * noise
         else:
-            parameter.data = 1.5 * noise * parameter.shape[-1] ** -0.5
+            parameter.data = 1.5 * noise * max(parameter.shape[-1], 1) ** -0.5
     return model
 
 
@@ -94,7 +37,44 @@ def save(model, folder: Path, **kwargs) -> Path:
     return folder
 
 
-def reference_logits(model, tokens: np.ndarray) -> np.ndarray:
+def load(folder: Path):
+    """A saved model through the reference's own loader, in float32; nothing may be missing."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def in_bfloat16(model):
+    """A copy of the model rounded to bfloat16; the router stays float32, as the class keeps it."""
+    rounded = type(model)(model.config)
+    rounded.load_state_dict(model.state_dict())
+    rounded = rounded.to(torch.bfloat16)
+    for layer in rounded.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.float()
+    return rounded
+
+
+def logits(model, tokens: np.ndarray) -> np.ndarray:
     """Logits [B, T, V] of whole sequences."""
+    return run(model, tokens)[0]
+
+
+def run(model, tokens: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Logits [B, T, V], and the experts [B, T, K] of each MoE layer in ascending order."""
+    ids: dict[int, np.ndarray] = {}
+    hooks = []
+    for index, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+
+            def keep(module, inputs, output, index=index):
+                ids[index] = np.sort(output[-1].numpy(), -1).reshape(*tokens.shape, -1)
+
+            hooks.append(layer.mlp.gate.register_forward_hook(keep))
     with torch.no_grad():
-        return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+        out = model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    for hook in hooks:
+        hook.remove()
+    return out, ids

@@ -214,6 +214,7 @@ def test_seeded_pick_is_the_argmax_of_law_plus_noise():
         noise = gumbel_noise(seed=11, sample=4, position=position, token_ids=np.arange(8))
         expected = np.argmax(log_probs(logits, config) + noise)
         assert picker.pick(logits, position=position) == expected
+        assert np.argmax(picker.scores(logits, position=position)) == expected
 
 
 def test_seeded_pick_depends_on_seed_sample_position_and_logits_only(monkeypatch):

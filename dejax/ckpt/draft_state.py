@@ -1,0 +1,246 @@
+"""Draft experts on disk: an adapter folder, bound to the target it was trained for.
+
+    adapter.safetensors     layers.{l}.draft_expert.{gate_proj,up_proj,down_proj}.weight and .gamma
+    adapter_config.json     schema version, target (identity, family, dimensions), draft, training
+
+`l` is the decoder's own layer index. Projections have the layout of the target's checkpoint ([out,
+in]). A folder is written whole or not at all; nothing is unpickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from dejax.ckpt.tensor_files import read_json
+from dejax.config import DraftConfig, ModelConfig
+from dejax.draft.expert import Draft, DraftExpert, random_draft
+from dejax.errors import FailedError, UsageError
+
+SCHEMA = 1
+WEIGHTS_FILE = "adapter.safetensors"
+CONFIG_FILE = "adapter_config.json"
+_SHOWN = 12  # problems listed before "and N more"
+
+
+class Bound(Protocol):
+    """What an adapter is checked against: a loaded target, or whatever knows as much of one."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The target's configuration."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The target's identity."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+
+def _names(layer: int) -> dict[str, str]:
+    """Part of a draft expert -> its tensor's name."""
+    prefix = f"layers.{layer}.draft_expert."
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return {part: f"{prefix}{part}.weight" for part in projections} | {"gamma": prefix + "gamma"}
+
+
+def draft_tensors(draft: Draft) -> dict[str, np.ndarray]:
+    """The adapter's tensors, by name, in float32."""
+    tensors = {}
+    for layer in sorted(draft.experts):
+        params = jax.device_get(draft.layer_params(layer))
+        gate, up, down = np.asarray(params["weights"], np.float32)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down.T, "gamma": params["gamma"]}
+        for part, name in _names(layer).items():
+            tensors[name] = np.ascontiguousarray(parts[part], np.float32).reshape(parts[part].shape)
+    return tensors
+
+
+def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> Path:
+    """Writes an adapter folder, whole or not at all, and returns it. An older adapter is replaced.
+
+    Raises:
+      UsageError: something else than an adapter is in the folder's place.
+      FailedError: it cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not (folder / CONFIG_FILE).is_file():
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise UsageError(f"{folder}: exists and is no adapter; choose another folder")
+    config = {
+        "schema": SCHEMA,
+        "target": {
+            "identity": draft.identity,
+            "family": target_config.family,
+            "layers": target_config.num_layers,
+            "moe_layers": list(target_config.moe_layers),
+            "width": target_config.width,
+            "num_experts": target_config.moe.num_experts,
+            "top_k": target_config.moe.top_k,
+            "expert_width": target_config.moe.expert_width,
+        },
+        "draft": {"width": draft.config.width, "top_r": draft.config.top_r},
+        "training": dict(draft.training),
+    }
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(draft_tensors(draft), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in (partial / WEIGHTS_FILE, partial / CONFIG_FILE, partial):
+            _sync(path)
+        _replace_folder(partial, folder)
+    except OSError as error:
+        raise FailedError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _replace_folder(partial: Path, folder: Path) -> None:
+    """Puts `partial` in the place of `folder`, whose old content goes only after that."""
+    old = partial.with_suffix(".old")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
+    """Reads an adapter folder; with `target`, only if it was trained for that target.
+
+    Raises:
+      UsageError: it is missing, malformed, of another schema or target, or any of its tensors is
+        missing, unknown, misshapen or not finite (all are listed).
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    bound, width = config["target"], config["draft"]["width"]
+    layers = bound["moe_layers"]
+    if target is not None and bound["identity"] != target.identity:
+        raise UsageError(
+            f"{folder}: the adapter was trained for target {bound['identity']}, not for "
+            f"{target.name} ({target.identity}); distill draft experts for this one"
+        )
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except FileNotFoundError:
+        raise UsageError(f"{folder}: no {WEIGHTS_FILE}; expected an adapter folder") from None
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"{folder / WEIGHTS_FILE}: not a readable safetensors file ({error})"
+        ) from None
+    expected = _expected_shapes(layers, width, bound["width"])
+    _check_tensors(folder, tensors, expected)
+    experts = {}
+    for layer in layers:
+        gate, up, down, gamma = (
+            tensors[name].astype(np.float32) for name in _names(layer).values()
+        )
+        weights = jax.device_put(np.stack([gate, up, down.T]))
+        experts[layer] = DraftExpert(weights, jax.device_put(gamma))
+    return Draft(
+        config=DraftConfig(width=width, top_r=config["draft"]["top_r"]),
+        experts=experts,
+        identity=bound["identity"],
+        training=config["training"],
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The checked content of an adapter's configuration file."""
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {kind}; expected an adapter folder written by `dejax distill`")
+    if not (folder / CONFIG_FILE).is_file():
+        nested = folder / "draft"
+        hint = f"; did you mean {nested}?" if (nested / CONFIG_FILE).is_file() else ""
+        raise UsageError(f"{folder}: no {CONFIG_FILE}; expected an adapter folder{hint}")
+    config = read_json(folder / CONFIG_FILE)
+    if config.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{folder / CONFIG_FILE}: schema {config.get('schema')!r}; this version reads {SCHEMA}"
+        )
+    kinds = {
+        ("target", "identity"): str,
+        ("target", "width"): int,
+        ("target", "moe_layers"): list,
+        ("draft", "width"): int,
+        ("draft", "top_r"): int,
+    }
+    for (group, key), kind in kinds.items():
+        part = config.get(group)
+        value = part.get(key) if isinstance(part, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UsageError(
+                f"{folder / CONFIG_FILE}: {group}.{key} is {value!r}; expected {kind.__name__}"
+            )
+    layers = config["target"]["moe_layers"]
+    if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise UsageError(
+            f"{folder / CONFIG_FILE}: target.moe_layers is {layers}; expected layer indices"
+        )
+    training = config.get("training")
+    return config | {"training": training if isinstance(training, dict) else {}}
+
+
+def _expected_shapes(layers: list[int], f: int, d: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate_proj": (f, d), "up_proj": (f, d), "down_proj": (d, f), "gamma": ()}
+    return {name: shapes[part] for layer in layers for part, name in _names(layer).items()}
+
+
+def _check_tensors(
+    folder: Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    problems = [f"{name}: unknown" for name in tensors.keys() - expected.keys()]
+    for name, shape in expected.items():
+        if name not in tensors:
+            problems.append(f"{name}: missing")
+        elif tensors[name].shape != shape:
+            problems.append(f"{name}: shape {list(tensors[name].shape)}, expected {list(shape)}")
+        elif not jnp.issubdtype(tensors[name].dtype, jnp.floating):
+            problems.append(f"{name}: dtype {tensors[name].dtype}, expected floats")
+        elif not np.isfinite(tensors[name].astype(np.float32)).all():
+            problems.append(f"{name}: not finite")
+    if problems:
+        shown = "; ".join(sorted(problems)[:_SHOWN])
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UsageError(f"{folder}: {len(problems)} bad tensors: {shown}{more}")
+
+
+def resolve_draft(spec: str, target: Bound) -> Draft:
+    """What `--draft` names: `init` or `init:SEED` (untrained draft experts), or an adapter folder.
+
+    Raises:
+      UsageError: as `load_draft`, or the seed is not a whole number >= 0.
+    """
+    word, colon, seed = spec.partition(":")
+    if word != "init":
+        return load_draft(spec, target)
+    if colon and not (seed.isascii() and seed.isdigit()):
+        raise UsageError(f"draft {spec!r}: {seed!r} is not a whole number >= 0; expected init:SEED")
+    config = DraftConfig(width=target.config.moe.expert_width)
+    return random_draft(target.config, config, seed=int(seed or 0), identity=target.identity)

@@ -1,0 +1,238 @@
+"""`dejax convert MODEL --out DIR`: a Hugging Face folder to resident weights and an expert store.
+
+    DIR/experts/            one record a layer-expert, read one by one while decoding
+    DIR/model.safetensors   every other weight, as stored in MODEL, under the same names
+    DIR/config.json         and the tokenizer's files, as they are in MODEL
+
+One expert is in memory at a time. `config.json` takes its place last, so that a folder without it
+is unfinished; the same command continues it, after checking what is there against MODEL. At the
+end everything is read back.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dejax.ckpt.expert_store import DTYPES, ExpertStore, ExpertStoreWriter
+from dejax.ckpt.hf_weights import CheckpointPlan, plan_checkpoint, read_layer_experts
+from dejax.ckpt.tensor_files import SINGLE_FILE, copy_tensors, equal_tensors, write_whole
+from dejax.errors import FailedError, UsageError
+from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
+from infer.arguments import Positional, format_bytes, parse, write_json
+from infer.console import print_table, progress, say
+
+EXPERT_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+"""What `--experts` may ask for, as the store names it."""
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside the weights that a target is used with."""
+
+_STORE_MARKS = ("journal.jsonl", "manifest.json")  # one of them is in every store, begun or whole
+_FILE_SLACK = 4096  # what a file may take on disk beyond its bytes
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a finished conversion wrote.
+
+    Attributes:
+      out: the folder; identity: of the target; dtype: of the stored experts.
+      experts: records in the store; already_there: how many of them an earlier run had written.
+      expert_bytes, resident_bytes: of the store's records, and of all other weights.
+    """
+
+    out: Path
+    identity: str
+    dtype: str
+    experts: int
+    already_there: int
+    expert_bytes: int
+    resident_bytes: int
+
+
+def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conversion:
+    """Converts a Hugging Face folder; continues where an earlier call was stopped.
+
+    Args:
+      model: the folder, or "tiny".
+      out: the folder to write; absent, empty, or begun by the same conversion.
+      experts: "bf16" or "f32"; None keeps what the checkpoint has (float16 becomes float32, which
+        holds it exactly).
+
+    Raises:
+      UsageError: the model is not one, or `out` holds something else.
+      FailedError: the disk is full or fails, or what was written does not read back.
+    """
+    folder = model_folder(model)
+    if (folder / STORE_DIR).exists():
+        raise UsageError(f"{folder} is converted already; give the Hugging Face folder it is from")
+    config = load_config(folder)
+    if not config.moe_layers:
+        raise UsageError(f"{folder} has no MoE layers; there are no experts to convert")
+    plan = plan_checkpoint(folder, config)
+    stored = plan.expert_dtype.name
+    dtype = EXPERT_DTYPES[experts] if experts else {"float16": "float32"}.get(stored, stored)
+    _check_out(out, folder)
+    _check_room(out, plan, dtype)
+    with _disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        writer = ExpertStoreWriter(
+            out / STORE_DIR,
+            layers=config.moe_layers,
+            num_experts=config.moe.num_experts,
+            shape=(3, config.moe.expert_width, config.width),
+            dtype=dtype,
+            identity=checkpoint_identity(plan),
+        )
+    with writer:
+        before = len(writer.done)
+        _write_experts(writer, plan, dtype)
+        with _disk_errors(out):
+            store = writer.finish()
+    _write_rest(folder, out, plan)
+    _verify(store, out, plan)
+    _copy_whole(folder / "config.json", out / "config.json")
+    return Conversion(
+        out=out,
+        identity=store.identity,
+        dtype=dtype,
+        experts=len(store.pairs),
+        already_there=before,
+        expert_bytes=len(store.pairs) * store.bytes_per_expert,
+        resident_bytes=sum(entry.nbytes for entry in plan.resident.values()),
+    )
+
+
+def _check_out(out: Path, folder: Path) -> None:
+    """Refuses an `out` that is neither new nor a conversion, before anything is written."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; give a folder to write to")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"{out} is inside the model's own folder; give another one")
+    found = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
+    begun, whole = ((out / STORE_DIR / mark).exists() for mark in _STORE_MARKS)
+    if found and not (begun or whole) and found != [STORE_DIR]:
+        raise UsageError(f"{out} holds {found[0]} but no conversion; give a new folder")
+    if "config.json" in found and not whole:
+        raise UsageError(f"{out} holds a config.json that is not this command's; give a new folder")
+
+
+def _check_room(out: Path, plan: CheckpointPlan, dtype: str) -> None:
+    """Refuses to begin what the disk has no room for; the records that are there need none."""
+    config = plan.config
+    records = (out / STORE_DIR).rglob("expert_*")
+    there = sum(file.stat().st_size + _FILE_SLACK for file in records)
+    experts = len(config.moe_layers) * config.moe.num_experts
+    needed = experts * (config.expert_params * DTYPES[dtype].itemsize + _FILE_SLACK)
+    needed += sum(entry.nbytes + _FILE_SLACK for entry in plan.resident.values()) - there
+    disk = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(disk).free
+    if needed > free:
+        raise FailedError(
+            f"{out}: {format_bytes(needed)} are to be written, but only {format_bytes(free)} are "
+            "free; make room, or choose a folder on another disk"
+        )
+
+
+def _write_experts(writer: ExpertStoreWriter, plan: CheckpointPlan, dtype: str) -> None:
+    """Every record in order; those already there are checked to be the same."""
+    config, held = plan.config, DTYPES[dtype]
+    if writer.done:
+        say(f"continuing: {len(writer.done)} experts are there already, and are compared")
+    with progress("experts", config.routed_params * held.itemsize / _MB, "MB") as bar:
+        for layer in config.moe_layers:
+            for expert, record in read_layer_experts(plan, layer, dtype=held):
+                with _disk_errors(f"layer {layer}, expert {expert}"):
+                    writer.write(layer, expert, record)
+                bar.advance(record.nbytes / _MB, layer=layer)
+
+
+def _write_rest(folder: Path, out: Path, plan: CheckpointPlan) -> None:
+    """Everything but experts and configuration."""
+    entries = plan.resident_entries()
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress("other weights", total / _MB, "MB") as bar, _disk_errors(out):
+        copy_tensors(out / SINGLE_FILE, entries, lambda count: bar.advance(count / _MB))
+        for name in COPIED:
+            if (folder / name).is_file():
+                _copy_whole(folder / name, out / name)
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    with write_whole(target) as unfinished:
+        shutil.copyfile(source, unfinished)
+
+
+def _verify(store: ExpertStore, out: Path, plan: CheckpointPlan) -> None:
+    """Reads back what was written: experts by checksum, other weights against the source."""
+    size = store.bytes_per_expert / _MB
+    with progress("check", len(store.pairs) * size, "MB") as bar:
+        store.verify_all(lambda done, total: bar.advance(size))
+    written = plan_checkpoint(out, plan.config, resident_only=True)
+    for path, entry in plan.resident.items():
+        if not equal_tensors(entry, written.resident[path]):
+            raise FailedError(f"{written.resident[path].file}: {path} is not as it was written")
+
+
+@contextmanager
+def _disk_errors(where: object) -> Iterator[None]:
+    """What the system says of a failed write, as one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:  # tensorstore reports the disk's errors as ValueError
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FailedError(
+            f"{where}: cannot be written ({reason}); mend that and run the same command again"
+        ) from error
+
+
+# The program.
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `dejax convert`."""
+
+    model: Positional[str]
+    """A Hugging Face folder, or tiny."""
+    out: Path
+    """Folder to write: new, or left behind by a stopped run of the same command."""
+    experts: Literal["bf16", "f32"] | None = None
+    """Precision of the stored experts; as in the checkpoint unless given."""
+    json: str | None = None
+    """Write what was done as JSON here; - is standard output."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax convert`."""
+    about = "Turn a Hugging Face folder into resident weights and an expert store."
+    args = parse(Arguments, argv, prog="dejax convert", description=about)
+    done = convert(args.model, args.out, experts=args.experts)
+    if args.json is not None:
+        write_json(args.json, done)
+    if args.json != "-":
+        there = f" ({done.already_there} were there already)" if done.already_there else ""
+        size = format_bytes(done.expert_bytes)
+        rows = [
+            ("experts", f"{done.experts} as {done.dtype}, {size}{there}"),
+            ("other weights", format_bytes(done.resident_bytes)),
+            ("identity", done.identity),
+        ]
+        print_table(f"{done.out}: converted and checked", ("part", "written"), rows)
+    return 0

@@ -1,0 +1,262 @@
+"""T0: in float64, every mode emits the tokens of autoregressive decoding, whatever the settings.
+
+The yardstick of autoregressive decoding is a loop that knows nothing of the engine: one forward pass
+over the whole sequence a token. All other modes are held against autoregressive decoding.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from dejax.spec.control import ControlConfig
+from dejax.spec.sampling import SamplingConfig, gumbel_noise, log_probs
+from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decoder import Decoder, Offload
+from infer.link import parse_link
+from infer.report import stats
+from tests.infer.random_target import (
+    CONTEXT,
+    SHAPES,
+    draft_of,
+    random_prompt,
+    random_target,
+    store_of,
+)
+
+LENGTHS = (1, 6, 23, 60, 127, 128, 129, 250, CONTEXT - 5, CONTEXT - 1)
+"""Prompts around the 128 rows of a prefill block, and prompts that leave little of the context."""
+SAMPLINGS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=1.0),
+    SamplingConfig(temperature=0.7, seed=11),
+    SamplingConfig(temperature=1.5, top_k=5, seed=3),
+    SamplingConfig(temperature=1.2, top_p=0.8, seed=2**32 - 1),
+    SamplingConfig(temperature=2.0, top_k=20, top_p=0.9, seed=5),
+)
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the experts are: caches in experts (None: all of them), kind of store, link."""
+
+    device_cache: int | None = 0
+    host_cache: int | None = None
+    on_disk: bool = False
+    link: str = "real"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What fixes the tokens: target, prompt, and how tokens are chosen and end."""
+
+    shape: str
+    length: int
+    sampling: SamplingConfig
+    sample: int
+    max_new_tokens: int
+    stop_at_eos: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What must not matter."""
+
+    mode: str
+    r: int
+    control: ControlConfig
+    prefetch: bool
+    place: Place
+
+
+class Lab:
+    """Targets, their decoders and their autoregressive tokens, each made once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.open = contextlib.ExitStack()
+        self.target = functools.cache(random_target)
+        self.disk = functools.cache(lambda shape: store_of(self.target(shape), folder / shape))
+        self.memory = functools.cache(lambda shape: store_of(self.target(shape)))
+        self.decoder = functools.cache(self._decoder)
+        self.autoregressive = functools.cache(self._autoregressive)
+
+    def _decoder(self, shape: str, with_draft: bool, place: Place) -> Decoder:
+        target = self.target(shape)
+        store = self.disk(shape) if place.on_disk else self.memory(shape)
+        size = store.bytes_per_expert
+        offload = Offload(
+            device_cache=None if place.device_cache is None else place.device_cache * size,
+            host_cache=None if place.host_cache is None else place.host_cache * size,
+            link=parse_link(place.link),
+        )
+        draft = draft_of(target) if with_draft else None
+        return self.open.enter_context(Decoder(target, draft=draft, offload=offload, store=store))
+
+    def run(self, case: Case, setting: Setting):
+        """The trace of one prompt. Nothing is compiled ahead: a sweep needs few of the sizes."""
+        decoder = self.decoder(case.shape, setting.mode == "draft-expert", setting.place)
+        options = DecodeOptions(
+            mode=setting.mode,
+            r=setting.r,
+            max_new_tokens=case.max_new_tokens,
+            sampling=case.sampling,
+            control=setting.control,
+            prefetch=setting.prefetch,
+            stop_at_eos=case.stop_at_eos,
+        )
+        prompt = random_prompt(case.length)
+        drafter = make_drafter(decoder.engine, options)
+        with jax.transfer_guard("disallow"):
+            return tuple(
+                decode(decoder.engine, prompt, options, sample=case.sample, drafter=drafter)
+            )
+
+    def _autoregressive(self, case: Case):
+        return outcome(self.run(case, Setting("ar", 1, ControlConfig(), False, Place())))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("stores"))
+    with lab.open:
+        yield lab
+
+
+def outcome(trace):
+    """New tokens and why they ended."""
+    return [token for record in trace for token in record.emitted], trace[-1].finish_reason
+
+
+def naive(target, case: Case):
+    """Tokens of a loop over whole forward passes, chosen by the definition of the rule."""
+    tokens = random_prompt(case.length)
+    for _ in range(case.max_new_tokens):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(target(padded))[0, len(tokens) - 1]
+        law = log_probs(logits, case.sampling)
+        if case.sampling.temperature > 0:
+            ids = np.arange(len(logits))
+            law = law + gumbel_noise(
+                seed=case.sampling.seed, sample=case.sample, position=len(tokens), token_ids=ids
+            )
+        tokens.append(int(np.argmax(law)))
+        if case.stop_at_eos and tokens[-1] in target.config.eos_ids:
+            return tokens[case.length :], "eos"
+        if len(tokens) == case.length + case.max_new_tokens:
+            break
+        if len(tokens) == CONTEXT:
+            return tokens[case.length :], "context"
+    return tokens[case.length :], "length"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[3]], ids=["greedy", "sampled"])
+def test_autoregressive_decoding_is_the_argmax_of_whole_forward_passes(lab, shape, sampling):
+    for length in (1, 60, 129, 260, CONTEXT - 5):
+        case = Case(shape, length, sampling, 1, 12, stop_at_eos=length != 60)
+        assert lab.autoregressive(case) == naive(lab.target(shape), case), case
+
+
+def places(experts: int):
+    """Caches of nothing, one expert, half and all; both stores; the real link and simulated ones."""
+    return st.builds(
+        Place,
+        device_cache=st.sampled_from([0, 1, experts // 2, None]),
+        host_cache=st.sampled_from([0, 1, None]),
+        on_disk=st.booleans(),
+        link=st.sampled_from(["real", "sim:10", "sim:10,100"]),
+    )
+
+
+CONTROLS = st.builds(
+    ControlConfig,
+    draft_length=st.integers(1, 10),
+    truncate=st.booleans(),
+    tau=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.1]),
+    budget=st.sampled_from([None, 0, 1, 4, 100, "cache", "off"]),
+    controller=st.sampled_from(["consumer", "producer"]),
+)
+
+
+@st.composite
+def cases(draw, shape: str, longest: int):
+    return Case(
+        shape,
+        draw(st.sampled_from(LENGTHS)),
+        draw(st.sampled_from(SAMPLINGS)),
+        sample=draw(st.integers(0, 1)),
+        max_new_tokens=draw(st.sampled_from([longest, longest // 2, 2, 1])),
+        stop_at_eos=draw(st.booleans()),
+    )
+
+
+@st.composite
+def settings(draw, shape: str):
+    config = SHAPES[shape]
+    experts = len(config.moe_layers) * config.moe.num_experts
+    return Setting(
+        mode=draw(st.sampled_from(["ar", "top-r", "top-r", "draft-expert", "draft-expert"])),
+        r=draw(st.integers(1, config.moe.top_k)),
+        control=draw(CONTROLS),
+        prefetch=draw(st.booleans()),
+        place=draw(places(experts)),
+    )
+
+
+@hypothesis.settings(max_examples=220)
+@hypothesis.given(case=cases("shared", 16), setting=settings("shared"))
+def test_tokens_equal_autoregressive_decoding(lab, case, setting):
+    assert outcome(lab.run(case, setting)) == lab.autoregressive(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_equal_autoregressive_decoding_in_every_shape(lab, shape):
+    @hypothesis.seed(1)
+    @hypothesis.settings(max_examples=250)
+    @hypothesis.given(case=cases(shape, 40), setting=settings(shape))
+    def sweep(case, setting):
+        assert outcome(lab.run(case, setting)) == lab.autoregressive(case)
+
+    sweep()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["top-r", "draft-expert"])
+def test_the_sweep_sees_accepted_and_rejected_drafts(lab, mode, sampling):
+    control = ControlConfig(draft_length=4, truncate=False)
+    case = Case("shared", 23, sampling, 0, 40, stop_at_eos=False)
+    trace = lab.run(case, Setting(mode, 1, control, True, Place()))
+    assert 0.1 < stats(trace)["acceptance_rate"] < 0.9
+    assert outcome(trace) == lab.autoregressive(case)
+
+
+def test_every_routed_expert_in_the_draft_path_makes_it_the_target(lab):
+    control = ControlConfig(draft_length=5, truncate=False)
+    case = Case("shared", 23, SAMPLINGS[1], 0, 30, stop_at_eos=False)
+    top_k = SHAPES["shared"].moe.top_k
+    result = stats(lab.run(case, Setting("top-r", top_k, control, True, Place())))
+    assert result["acceptance_rate"] == 1.0 and result["drafted"] > 20
+
+
+def test_seeds_and_samples_matter(lab):
+    samplings = [SamplingConfig(temperature=1.0, seed=seed) for seed in (0, 1)]
+    tokens = [
+        lab.autoregressive(Case("shared", 23, sampling, sample, 16, stop_at_eos=False))[0]
+        for sampling in samplings
+        for sample in (0, 1)
+    ]
+    assert len(set(map(tuple, tokens))) == 4

@@ -1,0 +1,165 @@
+"""The main job from end to end: `dejax demo [--target DIR] [--full] [--out DIR] [--json FILE]`.
+
+Trains draft experts for the target, decodes real prompts in every mode with the routed experts
+offloaded, checks that every mode emitted the autoregressive tokens, prints the tables of
+DraftExpert (arXiv 2607.24434) as measured here, and saves them with plots under --out.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import dejax
+from dejax.ckpt.draft_state import save_draft
+from dejax.errors import FailedError, UsageError
+from dejax.target import Target, load_target
+from infer.arguments import parse, read_prompts, write_json
+from infer.console import say
+from infer.generate import encode_prompt
+from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length
+from infer.suite import Result, Suite, choose_link, compare_resident, run_all, standard_runs
+from train.config_files import load_config, to_json
+from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
+from train.distill import DistillConfig, distill, initial_draft, open_data
+from train.evaluate import mean_missing, teacher_forced
+from train.teacher import Teacher, as_teacher
+
+PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
+ARM_METRICS = ("kl", "agreement", "router_agreement", "prefetch_recall")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `dejax demo`."""
+
+    target: str = "tiny"
+    """A Hugging Face folder, a converted folder, or tiny."""
+    full: bool = False
+    """20 prompts of 64 tokens, every run also seeded, and the arm without the router loss."""
+    out: Path = Path("dejax-demo")
+    """Where draft, plots and results go."""
+    json: str | None = None
+    """Where the results also go as JSON; - is standard output."""
+
+
+def train_arms(
+    target: Target, config: DistillConfig, *, full: bool, out: Path
+) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[dict[str, float]]]:
+    """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
+    data = open_data(config, target)
+    if not data.held_out:
+        raise UsageError(f"{config.data}: too little text to hold some out; give more documents")
+    teacher = as_teacher(target)
+    say("fitting draft experts in closed form")
+    began = time.perf_counter()
+    fitted = initial_draft(teacher, data.batch_at, config)
+    fit_seconds = time.perf_counter() - began
+    draft, log = distill(teacher, data.batch_at, config, initial=fitted)
+    train_seconds = time.perf_counter() - began - fit_seconds
+    constant = mean_missing(
+        teacher.definition,
+        teacher.params,
+        [data.batch_at(step) for step in range(4)],
+        r=1,
+        dtype=teacher.dtype,
+    )
+    arms: dict[str, Any] = {
+        "top-1": None,
+        "top-1 + mean residual": constant,
+        "closed form": fitted,
+    }
+    if full:
+        weights = replace(config.losses, router=0.0)
+        without, _ = distill(
+            teacher, data.batch_at, replace(config, losses=weights), initial=fitted
+        )
+        arms["all losses but router"] = without.stacked_params()
+    arms["all losses"] = draft.stacked_params()
+    rows = [_arm(name, teacher, params, data.held_out) for name, params in arms.items()]
+    save_draft(out / "draft", draft, target.config)
+    done = {
+        "config": to_json(config),
+        "fit_seconds": fit_seconds,
+        "train_seconds": train_seconds,
+        "steps": config.loop.steps,
+        "tokens": config.loop.steps * config.batch_size * config.seq_len,
+    }
+    return draft, rows, done, log
+
+
+def _arm(name: str, teacher: Teacher, params: Any, held_out: Any) -> dict[str, Any]:
+    metrics = teacher_forced(teacher, params, held_out, r=1)
+    return {"name": name} | {key: metrics[key] for key in ARM_METRICS}
+
+
+def decode_prompts(
+    target: Target, draft: Any, *, count: int, tokens: int, full: bool
+) -> tuple[list[Result], dict[str, Any]]:
+    """Every run of the suite on the demo's prompts, and the host loop beside a resident step."""
+    records = read_prompts(PROMPTS)[:count]
+    prompts = [(str(r["id"]), encode_prompt(target, r["prompt"])) for r in records]
+    fits = [(name, ids) for name, ids in prompts if len(ids) + tokens <= target.config.context]
+    if not fits:
+        raise UsageError(
+            f"{target.name}: no demo prompt fits the context of {target.config.context}"
+        )
+    link = choose_link(target, fits[0][1])
+    say(f"decoding {len(fits)} prompts in every mode; {link.describe()}")
+    suite = Suite(target, draft, fits, tokens, link)
+    results = run_all(suite, standard_runs(target.config.moe.top_k, every_seeded=full))
+    return results, compare_resident(target, fits[0][1], tokens=tokens)
+
+
+def save_plots(results: list[Result], log: list[dict[str, float]], out: Path) -> list[Path]:
+    """The demo's plots, under `out`."""
+    rows = [result.row for result in results]
+    paths = [out / f"{name}.png" for name in ("speed", "acceptance", "unique_experts", "losses")]
+    plot_modes(rows, paths[0], link=rows[0]["options"]["link"])
+    plot_acceptance(rows, paths[1])
+    curves = {
+        f"{'greedy' if r.run.temperature == 0 else 'T=0.8'} target": unique_by_length(r.traces, 9)
+        for r in results
+        if r.run == r.run.reference
+    }
+    plot_unique(curves, paths[2])
+    plot_losses(log, paths[3])
+    return paths
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax demo`."""
+    args = parse(Arguments, argv, prog="dejax demo", description="The main job, end to end.")
+    began = time.perf_counter()
+    target = load_target(args.target)
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
+    config = replace(load_config("distill_tiny"), target=args.target)
+    args.out.mkdir(parents=True, exist_ok=True)
+    draft, arms, done, log = train_arms(target, config, full=args.full, out=args.out)
+    count, tokens = (20, 64) if args.full else (6, 48)
+    results, resident = decode_prompts(target, draft, count=count, tokens=tokens, full=args.full)
+    rows = [result.row for result in results]
+    print_arms(arms)
+    print_drafts(rows)
+    print_verify(rows)
+    print_speed(rows)
+    seconds = time.perf_counter() - began
+    paths = save_plots(results, log, args.out)
+    print_summary(rows, resident, seconds=seconds, paths=paths)
+    result = {
+        "target": target.name,
+        "distill": done,
+        "arms": arms,
+        "modes": rows,
+        "resident": resident,
+        "seconds": seconds,
+    }
+    write_json(args.out / "demo.json", result)
+    if args.json is not None:
+        write_json(args.json, result)
+    bad = [row for row in rows if any(d["float64_verdict"] == "real" for d in row["divergences"])]
+    if bad:
+        names = ", ".join(row["name"] for row in bad)
+        raise FailedError(f"tokens differ from autoregressive decoding in: {names}")
+    return 0

@@ -1,0 +1,271 @@
+"""The quality of draft experts: `dejax evaluate MODEL --draft D [--data FILE.jsonl] [--json F]`.
+
+Teacher-forced: target and draft network over the same held-out text, the draft attending to its own
+KV. Beside the draft stand the arms without training (DraftExpert, arXiv 2607.24434, section 6):
+shared experts alone, top-1 to top-3, and top-1 plus the mean of what it leaves out. In the loop:
+accepted / drafted tokens and what was prefetched, from real decoding.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.draft.expert import Draft
+from dejax.errors import UsageError
+from dejax.model import Params
+from dejax.target import Target, load_target
+from infer.arguments import NonNegativeInt, Positional, PositiveInt, parse, read_prompts, write_json
+from infer.console import print_table, progress
+from infer.generate import generate
+from infer.report import stats
+from train.closed_form import mean_missing
+from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
+from train.losses import Total
+from train.packed_rows import PackedRows, encode_documents, read_documents, split_documents
+from train.stacked import StackedDef, StackedParams
+from train.teacher import Teacher, as_teacher
+
+ROUND_ROWS = 5
+"""Rows of a verification in the teacher-forced prefetch figures: one pending, four drafted."""
+
+Metrics = dict[str, float]
+
+
+def _chosen(ids: Int[Array, "L B W N K"], experts: int) -> Bool[Array, "L B W E"]:
+    """Whether any row of a round uses an expert; rounds are windows of N rows."""
+    return jax.nn.one_hot(ids, experts, dtype=bool).any(axis=(-3, -2))
+
+
+def prefetch_overlap(
+    pairs: LayerPair, segment_ids: Int[Array, "B T"], *, experts: int, r: int, rows: int
+) -> tuple[Total, Total]:
+    """Recall and precision of prefetching what the draft's routers choose, in rounds of `rows` rows.
+
+    As if a round began at every `rows`-th token with nothing resident. The top-r experts of the
+    draft rows are loaded by the draft passes themselves and count on neither side. Rounds that
+    cross into another document are left out.
+    """
+    windows = segment_ids.shape[1] // rows
+
+    def cut(a):
+        return a[..., : windows * rows, :].reshape(*a.shape[:-2], windows, rows, a.shape[-1])
+
+    segments = cut(segment_ids[..., None])[..., 0]
+    whole = (segments[..., 0] == segments[..., -1]) & (segments[..., 0] > 0)
+    loaded = _chosen(cut(pairs.draft_routes[..., :r]), experts) if r else False
+    open_ = whole[None, :, :, None] & ~jnp.asarray(loaded)
+    wanted = _chosen(cut(pairs.routes), experts) & open_
+    fetched = _chosen(cut(pairs.draft_routes), experts) & open_
+    both = (wanted & fetched).sum()
+    return Total(both, wanted.sum()), Total(both, fetched.sum())
+
+
+@partial(jax.jit, static_argnames=("definition", "r", "rows", "dtype"))
+def _batch_totals(
+    definition: StackedDef,
+    params: StackedParams,
+    draft: Params | None,
+    batch: Batch,
+    *,
+    r: int,
+    rows: int,
+    dtype: Any,
+) -> dict[str, Total]:
+    """Every total of one batch."""
+    outer, full, drafted, pairs = paired_forward(definition, params, draft, batch, r=r, dtype=dtype)
+    vocabulary = compare_vocabulary(outer, full, drafted, batch)
+    overlap, first = route_overlap(pairs, batch["mask"])
+    recall, precision = prefetch_overlap(
+        pairs, batch["segment_ids"], experts=definition.config.moe.num_experts, r=r, rows=rows
+    )
+    return {
+        "kl": vocabulary.logit,
+        "agreement": vocabulary.agreement,
+        "router_agreement": overlap,
+        "router_top1": first,
+        "prefetch_recall": recall,
+        "prefetch_precision": precision,
+        "residual": pairs.residual,
+        "loss_full": vocabulary.full,
+        "loss_draft": vocabulary.draft,
+    }
+
+
+def teacher_forced(
+    target: Target | Teacher,
+    draft: Params | None,
+    batches: Iterable[Batch],
+    *,
+    r: int = 1,
+    rows: int = ROUND_ROWS,
+) -> Metrics:
+    """How close the draft network is to the target on the same tokens.
+
+    Args:
+      target: a target, or one laid out by `as_teacher` already (its arrays are not copied again).
+      draft: stacked draft parameters (`Draft.stacked_params()`), a constant (`mean_missing`), or
+      None
+        for shared + top-r alone.
+      batches: packed rows, all of one shape.
+      r: routed experts that the draft path keeps.
+
+    Returns:
+      kl (nats a token), agreement (share of tokens with the same most likely successor),
+      router_agreement (mean over layers and tokens of |A* and A^d| / k), router_top1,
+      prefetch_recall and prefetch_precision (`prefetch_overlap`), residual (mean over layers of the
+      squared error over the squared length), loss_full and loss_draft (next token, nats), tokens.
+
+    Raises:
+      UsageError: there is no batch.
+    """
+    teacher = as_teacher(target)
+    sums: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for batch in batches:
+        totals = _batch_totals(
+            teacher.definition, teacher.params, draft, batch, r=r, rows=rows, dtype=teacher.dtype
+        )
+        for name, total in jax.device_get(totals).items():
+            part = np.asarray(total.sum, np.float64), np.asarray(total.count, np.float64)
+            old = sums.get(name, (0.0, 0.0))
+            sums[name] = old[0] + part[0], old[1] + part[1]
+    if not sums:
+        raise UsageError("evaluate: there are no rows to evaluate on; give more text")
+    metrics = {
+        name: float(np.mean(total / np.maximum(count, np.finfo(np.float64).tiny)))
+        for name, (total, count) in sums.items()
+    }
+    return metrics | {"tokens": float(sums["kl"][1])}
+
+
+def all_arms(
+    target: Target | Teacher,
+    draft: Draft | None,
+    batches: Sequence[Batch],
+    calibration: Sequence[Batch],
+) -> dict[str, Metrics]:
+    """`teacher_forced` for every arm, by name.
+
+    `calibration` are other rows than `batches`, on which the mean of the left-out output is taken.
+    """
+    teacher = as_teacher(target)
+    constant = mean_missing(
+        teacher.definition, teacher.params, calibration, r=1, dtype=teacher.dtype
+    )
+    arms: dict[str, tuple[Params | None, int]] = {"shared only": (None, 0)}
+    arms |= {f"top-{r}": (None, r) for r in (1, 2, 3) if r <= teacher.config.moe.top_k}
+    arms["top-1 + mean"] = constant, 1
+    if draft is not None:
+        arms["draft"] = draft.stacked_params(), draft.config.top_r
+    results = {}
+    with progress("evaluate", len(arms), "arms") as bar:
+        for name, (params, r) in arms.items():
+            results[name] = teacher_forced(teacher, params, batches, r=r)
+            bar.advance(1)
+    return results
+
+
+def in_loop(
+    target: Target, draft: Draft, prompts: Sequence[Any], *, max_new_tokens: int
+) -> dict[str, Any]:
+    """`infer.report.stats` of greedy decoding with `draft`, over all prompts together."""
+    generations = generate(
+        target, prompts, draft=draft, mode="draft-expert", max_new_tokens=max_new_tokens
+    )
+    return stats([record for generation in generations for record in generation.trace])
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `dejax evaluate`."""
+
+    model: Positional[str]
+    """A model folder, or tiny."""
+    draft: str
+    """An adapter folder written by `dejax distill`, or init[:SEED]."""
+    data: str = "demo"
+    """Documents, JSON lines; demo: the part of dejax's own that distillation leaves out."""
+    prompts: Path | None = None
+    """Prompts for the in-loop figures, JSON lines; without it they are left out."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens to decode for each prompt."""
+    seq_len: PositiveInt = 256
+    """Tokens of a row."""
+    batch_size: PositiveInt = 8
+    """Rows of a batch."""
+    rows: NonNegativeInt = 64
+    """Rows to evaluate on, at most; 0: all."""
+    json: Path | None = None
+    """Where the results go as JSON; - is standard output."""
+
+
+COLUMNS = {
+    "kl": "KL",
+    "agreement": "agreement",
+    "router_agreement": "router",
+    "prefetch_recall": "recall",
+    "prefetch_precision": "precision",
+    "loss_draft": "loss",
+}
+
+LOOP_COLUMNS = {
+    "drafted": "drafted",
+    "accepted": "accepted",
+    "acceptance_rate": "acceptance",
+    "tokens_per_round": "tokens/round",
+    "prefetch_recall": "recall",
+    "prefetch_precision": "precision",
+}
+
+
+def evaluation_rows(
+    target: Target, data: str, *, seq_len: int, batch_size: int, most: int | None
+) -> tuple[list[Batch], list[Batch]]:
+    """Rows to score, and as many others (where there are) to calibrate the mean on."""
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name}: the folder has no tokenizer, and the data is text")
+    documents = read_documents(data)
+    trained, held = split_documents(documents)
+    if data != "demo":
+        trained, held = documents[::2], documents[1::2] or documents
+    scored, other = (
+        PackedRows(encode_documents(part, target.tokenizer), seq_len) for part in (held, trained)
+    )
+    batches = list(scored.batches(batch_size, most=most))
+    return batches, list(other.batches(batch_size, most=len(batches) * batch_size))
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax evaluate`."""
+    args = parse(Arguments, argv, prog="dejax evaluate", description="Quality of draft experts.")
+    target = load_target(args.model)
+    draft = resolve_draft(args.draft, target)
+    prompts = read_prompts(args.prompts) if args.prompts else []
+    batches, calibration = evaluation_rows(
+        target,
+        args.data,
+        seq_len=min(args.seq_len, target.config.context),
+        batch_size=args.batch_size,
+        most=args.rows or None,
+    )
+    arms = all_arms(target, draft, batches, calibration)
+    rows = [[name, *(arm[key] for key in COLUMNS)] for name, arm in arms.items()]
+    note = f"{arms['draft']['tokens']:.0f} tokens; the target's own loss is "
+    note += f"{arms['draft']['loss_full']:.4g}"
+    print_table(f"{target.name}: teacher-forced", ["arm", *COLUMNS.values()], rows, note)
+    result: dict[str, Any] = {"target": target.identity, "teacher_forced": arms}
+    if prompts:
+        loop = in_loop(target, draft, prompts, max_new_tokens=args.max_new_tokens)
+        row = [loop[name] for name in LOOP_COLUMNS]
+        print_table(f"{target.name}: in the loop", list(LOOP_COLUMNS.values()), [row])
+        result["in_loop"] = loop
+    if args.json is not None:
+        write_json(args.json, result)
+    return 0
