@@ -10,7 +10,7 @@ from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.pretrain import PretrainConfig
 
-STEPS = 6000
+STEPS = 900
 
 
 def get_config() -> PretrainConfig:

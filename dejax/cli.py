@@ -65,11 +65,22 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean '{close[0]}'?" if close else "see `dejax --help`"
         raise UsageError(f"unknown verb {verb!r}; {hint}")
     _warn_of_shadows()
+    _keep_compilations()
     program = _load(verb)
     try:
         return program(rest)
     except SystemExit as stop:  # `--help` has been printed
         return int(stop.code or 0)
+
+
+def _keep_compilations() -> None:
+    """Has JAX keep what it compiles for the next call, unless the user chose a place already."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "dejax" / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _help() -> str:

@@ -78,6 +78,14 @@ def split_layer(layer: DecoderLayer) -> tuple[nnx.GraphDef, Params]:
     return definition, nnx.to_pure_dict(state)
 
 
+def split_outer(model: Transformer, *, layers: int = 0) -> tuple[nnx.GraphDef, Params]:
+    """As `split_layer`, of everything outside the layers but for the first `layers` of them."""
+    outer = nnx.clone(model)
+    outer.layers = nnx.List(list(outer.layers[:layers]))
+    definition, state = nnx.split(outer)
+    return definition, nnx.to_pure_dict(state)
+
+
 def embed(model: Transformer, tokens: Int[Array, "*rows"], dtype) -> Float[Array, "*rows D"]:
     """Embedding rows of `tokens`, in the compute dtype."""
     return model.embedding[...][tokens].astype(dtype)

@@ -291,6 +291,8 @@ class _Loop:
                 break
             tokens.append(token)
             confidences.append(sure)
+            if token in self.eos_ids:  # nothing after an end token can be emitted
+                break
             if not looked and len(tokens) < limit:
                 step = self._consume(token, len(tokens), steps)
                 control.extend(step.routes, available=residency.available())

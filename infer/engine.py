@@ -1,8 +1,8 @@
 """The host-driven engine: jitted steps over rows, with routed experts that arrive from a residency.
 
 A pass runs layer by layer: attention, router and shared experts on the device
-(`_attend_and_route`), the chosen ids to the host, the residency waits for what is missing, then the
-experts (`_add_experts`). Rows and unique experts are padded to a small grid of sizes, so that after
+(`layer_step`), the chosen ids to the host, the residency waits for what is missing, then the
+experts (`add_experts`). Rows and unique experts are padded to a small grid of sizes, so that after
 `warm_up` nothing compiles.
 
 Host/device copies, all explicit: the pass's tokens, positions and mask go in with one `device_put`;
@@ -13,32 +13,28 @@ import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from dejax.config import MLAConfig
-from dejax.draft.expert import Draft, draft_output
+from dejax.draft.expert import Draft
 from dejax.errors import UsageError
-from dejax.model import (
-    Params,
-    attend_cached,
-    combine,
-    embed,
-    logits_of,
-    route,
-    split_layer,
-)
-from dejax.nn.experts import experts_of_rows, unique_weights
-from dejax.nn.mla import LatentCache, init_cache
+from dejax.model import Params, split_layer, split_outer
+from dejax.nn.mla import LatentCache
 from dejax.shapes import Pair
 from dejax.target import Target
 from infer.residency import Residency
+from infer.steps import (
+    add_experts,
+    empty_cache,
+    layer_step,
+    outer_steps,
+    sum_experts,
+    take_row,
+    visible,
+)
 
 PREFILL_ROWS = 128
 ROW_BUCKETS = (1, 2, 3, 5, 9, 17, 33)
@@ -50,85 +46,6 @@ LAYOUT = "gate and up [F, D], down transposed [F, D]"
 def bucket(count: int, sizes: Sequence[int]) -> int:
     """The smallest size that holds `count`."""
     return sizes[bisect.bisect_left(sizes, count)]
-
-
-@partial(jax.jit, static_argnums=0)
-def _embed(definition: nnx.GraphDef, params: Params, tokens: Int[Array, " R"], like: Array):
-    """Rows of the residual stream before the first layer, in the dtype of `like`."""
-    return embed(nnx.merge(definition, params), tokens, like.dtype)
-
-
-@partial(jax.jit, static_argnums=0)
-def _visible(slots: int, start: Int[Array, ""], ancestors: Bool[Array, "R R"]):
-    """Mask [R, S]: a row sees the committed slots, its ancestors in the block, and itself."""
-    committed = jnp.arange(slots) < start
-    block = jnp.zeros((ancestors.shape[0], slots), bool)
-    block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
-    return committed[None, :] | block
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _attend_and_route(
-    definition: nnx.GraphDef,
-    params: Params,
-    x: Float[Array, "R D"],
-    cache: LatentCache,
-    start: Int[Array, ""],
-    positions: Int[Array, " R"],
-    mask: Bool[Array, "R S"],
-):
-    """Attention, then feed-forward (dense layer) or router and shared experts (MoE layer)."""
-    layer = nnx.merge(definition, params)
-    x, cache = attend_cached(layer, x, cache, start=start, positions=positions, mask=mask)
-    h, routing, always = route(layer, x)
-    if routing is None:
-        return combine(x, always), cache
-    return (x, always, h, routing.ids, routing.gates), cache
-
-
-@jax.jit
-def _sum_experts(
-    h: Float[Array, "R D"],
-    ids: Int[Array, "R K"],
-    gates: Float[Array, "R K"],
-    unique_ids: Int[Array, " U"],
-    experts: tuple[Array, ...],
-    before: Float[Array, "R D"] | None,
-) -> Float[Array, "R D"]:
-    """`before` plus the weighted outputs of some unique experts, in ascending order."""
-    weights = unique_weights(ids, gates, unique_ids)
-    return experts_of_rows(h, weights, experts, before=before)
-
-
-@jax.jit
-def _add_experts(
-    x: Float[Array, "R D"],
-    always: Float[Array, "R D"],
-    h: Float[Array, "R D"],
-    ids: Int[Array, "R K"],
-    gates: Float[Array, "R K"],
-    unique_ids: Int[Array, " U"],
-    experts: tuple[Array, ...],
-    before: Float[Array, "R D"] | None,
-    draft: Params | None,
-) -> Float[Array, "R D"]:
-    """Residual stream after the routed experts and, on the draft path, the draft expert."""
-    weights = unique_weights(ids, gates, unique_ids)
-    routed = experts_of_rows(h, weights, experts, before=before)
-    if draft is not None:
-        routed = routed + draft_output(draft, h)
-    return combine(x, always, routed)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty_cache(config: MLAConfig, slots: int, dtype: Any) -> LatentCache:
-    return init_cache(config, slots, dtype)
-
-
-@partial(jax.jit, static_argnums=0)
-def _logits(definition: nnx.GraphDef, params: Params, x: Float[Array, "R D"]):
-    """Next-token logits of rows."""
-    return logits_of(nnx.merge(definition, params), x)
 
 
 @dataclass
@@ -177,11 +94,10 @@ class Engine:
     def __post_init__(self):
         model = self.target.model
         # One split per layer: the loop passes plain arrays, never walks the module graph.
-        self._layers = [split_layer(layer) for layer in model.layers]
-        outer = nnx.clone(model)
-        outer.layers = nnx.List([])
-        definition, state = nnx.split(outer)
-        self._outer = definition, nnx.to_pure_dict(state)
+        splits = [split_layer(layer) for layer in model.layers]
+        self._layers = [(layer_step(definition), params) for definition, params in splits]
+        definition, self._outer = split_outer(model)
+        self._embed, self._logits = outer_steps(definition)
         self._draft_params = {}
         if self.draft is not None:
             for layer in self.target.config.moe_layers:
@@ -197,7 +113,7 @@ class Engine:
     def begin(self) -> None:
         """Empties the KV cache for a new sequence."""
         config, dtype = self.target.config, self.target.compute_dtype
-        self._caches = [_empty_cache(config.attention, self._slots, dtype) for _ in self._layers]
+        self._caches = [empty_cache(config.attention, self._slots, dtype) for _ in self._layers]
 
     def prefill(self, tokens: Sequence[int], *, start: int = 0) -> PassResult:
         """Fills the cache with a prompt, in blocks; the result describes its last row.
@@ -246,14 +162,12 @@ class Engine:
         """One run of each kind of layer over `size` rows; the last residual stream and routing."""
         inputs = self._inputs([0] * size, 0, None, size)
         tokens, positions, start, ancestors = inputs
-        x = _embed(*self._outer, tokens, self._like)
-        mask = _visible(self._slots, start, ancestors)
+        x = self._embed(self._outer, tokens, self._like)
+        mask = visible(self._slots, start, ancestors)
         routed = ()
         for index in {0, self._moe_layers[0]}:
-            definition, params = self._layers[index]
-            out, self._caches[index] = _attend_and_route(
-                definition, params, x, self._caches[index], start, positions, mask
-            )
+            step, params = self._layers[index]
+            out, self._caches[index] = step(params, x, self._caches[index], start, positions, mask)
             routed = out if index in self._moe_layers else routed
         return x, routed
 
@@ -262,11 +176,11 @@ class Engine:
         shape = (3, config.moe.expert_width, config.width)
         zero = jax.device_put(np.zeros(shape, self._like.dtype))
         ids = jax.device_put(np.full(count, -1, np.int32))
-        _add_experts(*routed, ids, (zero,) * count, None, draft)
+        add_experts(*routed, ids, (zero,) * count, None, draft)
         if config.moe.num_experts > self._buckets[-1] and count == self._buckets[-1]:
-            before = _sum_experts(*routed[2:], ids, (zero,) * count, None)
-            _sum_experts(*routed[2:], ids, (zero,) * count, before)
-            _add_experts(*routed, ids, (zero,) * count, before, draft)
+            before = sum_experts(*routed[2:], ids, (zero,) * count, None)
+            sum_experts(*routed[2:], ids, (zero,) * count, before)
+            add_experts(*routed, ids, (zero,) * count, before, draft)
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -298,12 +212,12 @@ class Engine:
         rows = len(tokens)
         size = bucket(rows, ROW_BUCKETS) if size is None else size
         tokens_in, positions, start_in, ancestors = self._inputs(tokens, start, parents, size)
-        x = _embed(*self._outer, tokens_in, self._like)
-        mask = _visible(self._slots, start_in, ancestors)
+        x = self._embed(self._outer, tokens_in, self._like)
+        mask = visible(self._slots, start_in, ancestors)
         routed_ids, top_gates, used = {}, [], set()
-        for index, (definition, params) in enumerate(self._layers):
-            out, self._caches[index] = _attend_and_route(
-                definition, params, x, self._caches[index], start_in, positions, mask
+        for index, (step, params) in enumerate(self._layers):
+            out, self._caches[index] = step(
+                params, x, self._caches[index], start_in, positions, mask
             )
             if index not in self._moe_layers:
                 x = out
@@ -357,13 +271,13 @@ class Engine:
         group, before, first = self._buckets[-1], None, 0
         while len(unique) - first > group:
             part = self._acquire(layer, unique[first : first + group], kind, group)
-            before = _sum_experts(h, ids, gates, *part, before)
+            before = sum_experts(h, ids, gates, *part, before)
             first += group
         # A prefill block may use any number of experts: one size keeps it to one compilation.
         rest = len(unique) - first
         size = group if h.shape[0] == PREFILL_ROWS else bucket(rest, self._buckets)
         acquired = self._acquire(layer, unique[first:], kind, size)
-        x = _add_experts(x, always, h, ids, gates, *acquired, before, draft)
+        x = add_experts(x, always, h, ids, gates, *acquired, before, draft)
         if kind == "demand":
             self.residency.release(layer)
         return x, ids_host, gates_host[:rows, 0], unique
@@ -380,14 +294,9 @@ class Engine:
     def _rows_logits(self, x: Array, rows: int, wanted: int) -> Float[np.ndarray, "R V"]:
         """Logits of the last `wanted` rows, on the host."""
         if wanted < rows:
-            x = _take_row(x, jax.device_put(np.int32(rows - 1)))
-        logits = _logits(*self._outer, x)
+            x = take_row(x, jax.device_put(np.int32(rows - 1)))
+        logits = self._logits(self._outer, x)
         began = time.perf_counter()
         host = jax.device_get(logits)
         self.clock.device += time.perf_counter() - began
         return host[:wanted]
-
-
-@jax.jit
-def _take_row(x: Float[Array, "R D"], row: Int[Array, ""]) -> Float[Array, "1 D"]:
-    return jax.lax.dynamic_slice_in_dim(x, row, 1)

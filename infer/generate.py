@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
-
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller

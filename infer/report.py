@@ -16,7 +16,7 @@ from infer.trace import Round
 LOAD_KINDS = ("draft", "prefetch", "demand")
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def _ratio(part: int | float, whole: int | float) -> float | None:
     """part / whole, or None where nothing was counted."""
     return part / whole if whole else None
 
@@ -50,7 +50,7 @@ def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | Non
     return (_ratio(hits, needed) if predicted else None), _ratio(used, predicted)
 
 
-def loads_by_kind(trace: Iterable[Round]) -> dict[str, dict[str, float]]:
+def loads_by_kind(trace: Iterable[Round]) -> dict[str, dict[str, int | float]]:
     """Completed transfers of each kind: count, bytes moved, seconds on the link."""
     result = {kind: {"count": 0, "bytes": 0, "seconds": 0.0} for kind in LOAD_KINDS}
     for record in trace:
@@ -62,7 +62,7 @@ def loads_by_kind(trace: Iterable[Round]) -> dict[str, dict[str, float]]:
     return result
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[int | float]) -> float | None:
     return _ratio(sum(values), len(values))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dejax.model import attend_cached, combine, embed, logits_of, route, split_layer
+from dejax.model import attend_cached, combine, embed, logits_of, route, split_layer, split_outer
 from dejax.nn.experts import expert_output
 from dejax.nn.mla import init_cache
 from dejax.target import Target
@@ -42,13 +42,9 @@ class ResidentDecoder:
     def __init__(self, target: Target, capacity: int):
         assert target.routed is not None
         self.target, self.capacity = target, capacity
-        outer = nnx.clone(target.model)
-        outer.layers = nnx.List([])
-        outer_def, outer_state = nnx.split(outer)
+        outer_def, outer = split_outer(target.model)
         splits = [split_layer(layer) for layer in target.model.layers]
-        self._params = jax.device_put(
-            (nnx.to_pure_dict(outer_state), [params for _, params in splits], target.routed)
-        )
+        self._params = (outer, [params for _, params in splits], target.routed)
         definitions = [definition for definition, _ in splits]
         step = partial(_step, outer_def, definitions, target.compute_dtype, capacity)
         self._step = jax.jit(step, donate_argnums=1)

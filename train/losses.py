@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dejax.errors import UsageError
 
@@ -32,7 +32,7 @@ class Total(NamedTuple):
 
 
 def over_chunks(
-    fn: Callable[..., Float[Array, "..."]], *rows: Float[Array, "N ..."], chunk: int
+    fn: Callable[..., Float[Array, "..."]], *rows: Shaped[Array, "N ..."], chunk: int
 ) -> Float[Array, "..."]:
     """Sum of `fn` over chunks of rows, recomputed in the backward pass.
 

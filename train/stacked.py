@@ -6,7 +6,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from dejax.model import (
     embed,
     layer_full,
     split_layer,
+    split_outer,
 )
 from dejax.nn.experts import experts_of_tokens
 from dejax.nn.router import Routing
@@ -62,11 +62,9 @@ def stack_target(
     splits = [split_layer(model.layers[i]) for i in config.moe_layers]
     definition = splits[0][0]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in splits))
-    outer_model = nnx.clone(model)
-    outer_model.layers = nnx.List(list(outer_model.layers[: config.moe_layers[0]]))
-    outer_def, outer_state = nnx.split(outer_model)
+    outer_def, outer = split_outer(model, layers=config.moe_layers[0])
     stacked = StackedParams(
-        outer=nnx.to_pure_dict(outer_state),
+        outer=outer,
         layers=layers,
         routed=jnp.stack([routed[i] for i in config.moe_layers]),
     )

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ CONFIG_FILE = "adapter_config.json"
 _SHOWN = 12  # problems listed before "and N more"
 
 
+@runtime_checkable
 class Bound(Protocol):
     """What an adapter is checked against: a loaded target, or whatever knows as much of one."""
 

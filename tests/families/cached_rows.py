@@ -44,7 +44,9 @@ class CachedRows:
         count = len(tokens)
         chain = np.tril(np.ones((count, count), bool))
         block = np.eye(self.rows, dtype=bool)  # padding sees itself
-        block[:count, :count] = chain if ancestors is None else ancestors | np.eye(count, dtype=bool)
+        block[:count, :count] = (
+            chain if ancestors is None else ancestors | np.eye(count, dtype=bool)
+        )
         mask = np.zeros((self.rows, self.slots), bool)
         mask[:count, :start] = True
         mask[:, start : start + self.rows] = block

@@ -10,6 +10,7 @@ from transformers.utils import logging
 from tests.families.random_folder import COMMON, CONFIGS
 
 logging.disable_progress_bar()
+logging.set_verbosity_error()
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 
 
@@ -51,9 +52,9 @@ def in_bfloat16(model):
     rounded = type(model)(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded = rounded.to(torch.bfloat16)
-    for layer in rounded.model.layers:
+    for layer, exact in zip(rounded.model.layers, model.model.layers, strict=True):
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.float()
+            layer.mlp.gate.weight.data = exact.mlp.gate.weight.data.clone()
     return rounded
 
 

@@ -1,0 +1,1 @@
+"""Statistics of recorded routing on plain arrays: no model, no accelerator."""
