@@ -10,7 +10,7 @@ from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.pretrain import PretrainConfig
 
-STEPS = 900
+STEPS = 700
 
 
 def get_config() -> PretrainConfig:
@@ -60,5 +60,6 @@ def get_config() -> PretrainConfig:
         loop=LoopConfig(steps=STEPS, log_every=20, eval_every=400, save_every=100, keep=3),
         seed=0,
         balance_weight=0.01,
+        spread_weight=0.2,
         cpu_devices=2,
     )

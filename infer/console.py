@@ -23,13 +23,13 @@ LINE_SECONDS = 5.0
 class Advance(Protocol):
     """What `progress` yields."""
 
-    def advance(self, count: float = 1, **fields: Any) -> None:
+    def advance(self, count: int | float = 1, **fields: Any) -> None:
         """Counts `count` more units as done; `fields` are shown beside the rate."""
         ...
 
 
 @contextlib.contextmanager
-def progress(description: str, total: float | None, unit: str) -> Iterator[Advance]:
+def progress(description: str, total: int | float | None, unit: str) -> Iterator[Advance]:
     """Shows on standard error how far the work inside the `with` is.
 
     Args:
@@ -89,13 +89,13 @@ def _cell(value: Any) -> str:
 class _Meter:
     """Counts units and time, and words them."""
 
-    def __init__(self, description: str, total: float | None, unit: str) -> None:
+    def __init__(self, description: str, total: int | float | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
         self.done = 0.0
         self.fields: dict[str, Any] = {}
         self.start = time.monotonic()
 
-    def add(self, count: float, fields: dict[str, Any]) -> None:
+    def add(self, count: int | float, fields: dict[str, Any]) -> None:
         self.done += count
         self.fields |= fields
 
@@ -121,7 +121,7 @@ class _Lines:
         self.shown_at = meter.start
         self.shown_done = -1.0
 
-    def advance(self, count: float = 1, **fields: Any) -> None:
+    def advance(self, count: int | float = 1, **fields: Any) -> None:
         self.meter.add(count, fields)
         if time.monotonic() - self.shown_at >= LINE_SECONDS:
             self.show()
@@ -153,7 +153,7 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def advance(self, count: float = 1, **fields: Any) -> None:
+    def advance(self, count: int | float = 1, **fields: Any) -> None:
         self.meter.add(count, fields)
         self.bar.update(self.task, completed=self.meter.done, status=self.meter.status())
 

@@ -105,9 +105,8 @@ class Engine:
         # Scratch rows of the widest block lie behind the last committed slot.
         self._slots = self.capacity + PREFILL_ROWS
         self._like = jax.device_put(np.zeros((), self.target.compute_dtype))
-        self._buckets = tuple(
-            b for b in EXPERT_BUCKETS if b < self.target.config.moe.num_experts
-        ) + (min(self.target.config.moe.num_experts, EXPERT_BUCKETS[-1]),)
+        most = min(self.target.config.moe.num_experts, EXPERT_BUCKETS[-1])
+        self._buckets = (*(b for b in EXPERT_BUCKETS if b < most), most)
         self._caches: list[LatentCache] = []
 
     def begin(self) -> None:
@@ -148,14 +147,17 @@ class Engine:
         for size in [*sizes, PREFILL_ROWS]:
             prefill = size == PREFILL_ROWS
             x, routed = self._warm_layers(size)
-            low = bucket(config.moe.top_k, self._buckets)
-            high = bucket(min(config.moe.top_k * size, self._buckets[-1]), self._buckets)
+            # With more experts than a group holds, what is left for the last one may be any number.
+            most = min(config.moe.top_k * size, config.moe.num_experts)
+            grouped = most > self._buckets[-1]
+            low = 1 if grouped else bucket(config.moe.top_k, self._buckets)
+            high = bucket(min(most, self._buckets[-1]), self._buckets)
             counts = [b for b in self._buckets if low <= b <= high]
             for count in self._buckets[-1:] if prefill else counts:
-                self._warm_experts(routed, count, draft=None)
+                self._warm_experts(routed, count, grouped=grouped)
             if size == 1 and r is not None:
-                layer = self._moe_layers[0]
-                self._warm_experts(routed, bucket(r, self._buckets), self._draft_params.get(layer))
+                draft = self._draft_params.get(self._moe_layers[0])
+                self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
             self._rows_logits(x, size, 1 if prefill else size)
 
     def _warm_layers(self, size: int) -> tuple[Array, tuple]:
@@ -171,16 +173,20 @@ class Engine:
             routed = out if index in self._moe_layers else routed
         return x, routed
 
-    def _warm_experts(self, routed: tuple, count: int, draft: Params | None) -> None:
+    def _warm_experts(
+        self, routed: tuple, count: int, *, grouped: bool = False, draft: Params | None = None
+    ) -> None:
         config = self.target.config
         shape = (3, config.moe.expert_width, config.width)
         zero = jax.device_put(np.zeros(shape, self._like.dtype))
         ids = jax.device_put(np.full(count, -1, np.int32))
         add_experts(*routed, ids, (zero,) * count, None, draft)
-        if config.moe.num_experts > self._buckets[-1] and count == self._buckets[-1]:
-            before = sum_experts(*routed[2:], ids, (zero,) * count, None)
-            sum_experts(*routed[2:], ids, (zero,) * count, before)
+        if grouped:
+            before = routed[2]  # any array of a sum's shape
             add_experts(*routed, ids, (zero,) * count, before, draft)
+            if count == self._buckets[-1]:
+                sum_experts(*routed[2:], ids, (zero,) * count, None)
+                sum_experts(*routed[2:], ids, (zero,) * count, before)
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -293,7 +299,7 @@ class Engine:
 
     def _rows_logits(self, x: Array, rows: int, wanted: int) -> Float[np.ndarray, "R V"]:
         """Logits of the last `wanted` rows, on the host."""
-        if wanted < rows:
+        if wanted == 1 < x.shape[0]:  # a prefill block, however many of its rows are in use
             x = take_row(x, jax.device_put(np.int32(rows - 1)))
         logits = self._logits(self._outer, x)
         began = time.perf_counter()

@@ -95,7 +95,7 @@ def solve_ridge(
     gram: Float[np.ndarray, "P P"], cross: Float[np.ndarray, "D P"], *, ridge: float
 ) -> Float[np.ndarray, "P D"]:
     """Down rows W = (G + lambda I)^-1 M^T with lambda = ridge * trace(G) / P."""
-    scale = max(float(np.trace(gram)) / len(gram), np.finfo(np.float64).tiny)
+    scale = float(np.trace(gram)) / len(gram) or 1.0  # 1 where no feature is ever active
     return np.linalg.solve(gram + ridge * scale * np.eye(len(gram)), cross.T)
 
 
@@ -106,7 +106,7 @@ def pick_features(
 
     Orthogonal least squares on the moments: what the chosen ones explain is projected out.
     """
-    scale = max(float(np.trace(gram)) / len(gram), np.finfo(np.float64).tiny)
+    scale = float(np.trace(gram)) / len(gram) or 1.0  # 1 where no feature is ever active
     left, unexplained = gram + ridge * scale * np.eye(len(gram)), cross.copy()
     open_ = np.ones(len(gram), bool)
     chosen = []
@@ -245,7 +245,7 @@ def _fit_layer(
     """One layer's draft expert, and the share of the squared error that it leaves."""
     if config.fit == "zero":
         return copy_neurons(stack, most_important(importance, width)), 1.0
-    candidates = most_important(importance, min(width * config.pool, importance.size))
+    candidates = most_important(importance, max(width, min(width * config.pool, importance.size)))
     weights = copy_neurons(stack, candidates)
     moments = Moments(len(candidates), stack.shape[-1])
     for side, mask in zip(sides, masks, strict=True):

@@ -75,6 +75,19 @@ def cross_entropy(
     return Total(over_chunks(piece, hidden, targets, mask, chunk=chunk), mask.sum())
 
 
+def gate_concentration(
+    gates: Float[Array, "L B T K"], mask: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Mean squared share of a token's gates: 1 / K when all its experts weigh the same, at most 1.
+
+    Kept low, every chosen expert matters, as in large fine-grained MoEs; left alone, a small model
+    leans on its top-1 expert.
+    """
+    shares = gates / jnp.maximum(gates.sum(axis=-1, keepdims=True), 1e-9)
+    squared = jnp.sum(jnp.square(shares), axis=-1).mean(axis=0)
+    return jnp.sum(squared * mask) / jnp.maximum(mask.sum(), 1)
+
+
 def load_balance(
     scores: Float[Array, "L B T E"], load: Float[Array, "L E"], mask: Float[Array, "B T"]
 ) -> Float[Array, " L"]:

@@ -100,7 +100,8 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list
     """Token ids of each document, its end mark included."""
     end = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token or ""
     texts = [_render(document, tokenizer, end) for document in documents]
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # Not verbose: rows are cut to length later, so a long document is nothing to warn of.
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class PackedRows:

@@ -27,7 +27,7 @@ from infer.arguments import Positional, parse
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
 from train.loop import LoopConfig, run
-from train.losses import cross_entropy, load_balance
+from train.losses import cross_entropy, gate_concentration, load_balance
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import (
     StackedDef,
@@ -44,8 +44,9 @@ from train.tokenizer import load_tokenizer, token_lengths
 class PretrainConfig:
     """A pretraining run.
 
-    `model` is the content of the checkpoint's `config.json`; `cpu_devices` splits the batch over so
-    many virtual devices where there is no accelerator.
+    `model` is the content of the checkpoint's `config.json`; `balance_weight` and `spread_weight`
+    weigh the global load-balance loss and the gates' concentration; `cpu_devices` splits the batch
+    over so many virtual devices where there is no accelerator.
     """
 
     model: dict[str, Any]
@@ -54,6 +55,7 @@ class PretrainConfig:
     loop: LoopConfig
     seed: int = 0
     balance_weight: float = 0.01
+    spread_weight: float = 0.0
     cpu_devices: int = 1
 
 
@@ -84,12 +86,16 @@ def init_params(config: ModelConfig, seed: int) -> tuple[StackedDef, StackedPara
 
 
 def loss_fn(
-    params: StackedParams, batch: dict[str, Array], *, definition: StackedDef, balance_weight: float
+    params: StackedParams,
+    batch: dict[str, Array],
+    *,
+    definition: StackedDef,
+    config: PretrainConfig,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, "..."]]]:
     """This shard's part of the global loss, and the global metrics of a step.
 
-    The parts add up, over the shards of axis `data`, to the next-token loss plus the global
-    load-balance loss.
+    The parts add up, over the shards of axis `data`, to the next-token loss plus the weighted
+    global load-balance loss and gate concentration.
     """
     outer, x, taps = forward(
         definition,
@@ -109,15 +115,17 @@ def loss_fn(
     load = counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)
     share = batch["mask"].sum() / counted
     balance = share * load_balance(taps.routing.scores, load, batch["mask"]).mean()
+    spread = share * gate_concentration(taps.routing.gates, batch["mask"])
     loss = total.sum / jnp.maximum(counted, 1)
     metrics = {
         "loss": add(loss),
         "balance": add(balance),
+        "concentration": add(spread),
         "load_max": load.max() * experts,
         "load_min": load.min() * experts,
         "top1_gate": add(share * taps.routing.gates[..., 0].mean()),
     }
-    return loss + balance_weight * balance, metrics
+    return loss + config.balance_weight * balance + config.spread_weight * spread, metrics
 
 
 def _tree(params: StackedParams) -> Any:
@@ -126,12 +134,15 @@ def _tree(params: StackedParams) -> Any:
 
 
 def make_step(
-    definition: StackedDef, optimizer: optax.GradientTransformation, weight: float, mesh: Mesh
+    definition: StackedDef,
+    optimizer: optax.GradientTransformation,
+    config: PretrainConfig,
+    mesh: Mesh,
 ):
     """The jitted training step (state donated): data-parallel over `mesh`."""
 
     def gradients(params: StackedParams, batch: dict[str, Array]):
-        loss = partial(loss_fn, definition=definition, balance_weight=weight)
+        loss = partial(loss_fn, definition=definition, config=config)
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
         return jax.lax.psum(grads, DATA), metrics
 
@@ -227,7 +238,7 @@ def main(argv: list[str]) -> int:
 
     state, _ = run(
         state,
-        step_fn=make_step(definition, optimizer, config.balance_weight, mesh),
+        step_fn=make_step(definition, optimizer, config, mesh),
         batch_at=stream.batch_at,
         place=lambda batch: split_batch(batch, mesh),
         config=config.loop,

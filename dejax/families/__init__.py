@@ -10,6 +10,7 @@ from typing import Any
 
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
+from dejax.families.raw_config import RawConfig
 
 FAMILIES = ("deepseek_v2",)
 
@@ -26,6 +27,4 @@ def family_of(model_type: str) -> ModuleType:
 
 def model_config(raw: dict[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a parsed `config.json`; UsageError for what cannot be honoured."""
-    if "model_type" not in raw:
-        raise UsageError("config.json: the key model_type is missing; expected a model's config")
-    return family_of(raw["model_type"]).model_config(raw)
+    return family_of(RawConfig(raw).text("model_type")).model_config(raw)

@@ -30,7 +30,8 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     heads = c.integer("num_attention_heads")
     c.must_be("num_key_value_heads", (heads,), "MLA has one key head per query head")
     expert_width = c.integer("moe_intermediate_size")
-    experts_key = "n_routed_experts" if "n_routed_experts" in raw else "num_experts"
+    names = {"n_routed_experts", "num_experts"} & raw.keys()
+    experts_key = "num_experts" if names == {"num_experts"} else "n_routed_experts"
     return ModelConfig(
         family=MODEL_TYPE,
         vocab_size=c.integer("vocab_size"),

@@ -15,10 +15,17 @@ from jaxtyping import Array, Float, Int
 Expert = Float[Array, "3 F D"]
 
 
-def expert_output(h: Float[Array, "*rows D"], expert: Expert) -> Float[Array, "*rows D"]:
-    """One expert applied to every row: (silu(h g^T) * (h u^T)) d."""
+def expert_output(
+    h: Float[Array, "*rows D"], expert: Expert, *, weights: Float[Array, "*rows"] | None = None
+) -> Float[Array, "*rows D"]:
+    """One expert applied to every row: (silu(h g^T) * (h u^T)) d, times the row's weight if given.
+
+    A weight goes in before the down projection. Applied to its result, the compiler would round
+    that product and the sum over experts once or twice, depending on how many experts a pass has.
+    """
     gate, up, down = (expert[i].astype(h.dtype) for i in range(3))
-    return (jax.nn.silu(h @ gate.T) * (h @ up.T)) @ down
+    inner = jax.nn.silu(h @ gate.T) * (h @ up.T)
+    return (inner if weights is None else inner * weights[..., None].astype(h.dtype)) @ down
 
 
 def unique_weights(
@@ -42,7 +49,7 @@ def experts_of_rows(
     """
     y = jnp.zeros_like(h) if before is None else before
     for index, expert in enumerate(experts):
-        y = y + weights[:, index, None].astype(h.dtype) * expert_output(h, expert)
+        y = y + expert_output(h, expert, weights=weights[:, index])
     return y
 
 

@@ -96,10 +96,12 @@ def test_a_record_is_stored_in_c_order(folder):
 
 def test_stores_in_memory_are_apart():
     one, two = (ExpertStoreWriter(None, **PLAN) for _ in range(2))
-    write_all(one)
+    whole = write_all(one)
     assert two.done == frozenset()
     with pytest.raises(UsageError, match="12 of 12 records"):
         two.finish()
+    two.write(1, 0, record(1, 3))
+    assert_whole(whole)
 
 
 def test_finish_needs_every_record(folder):

@@ -849,7 +849,7 @@ def test_stress(retries):
 
         def read(seed):
             choose = random.Random(seed)
-            for _ in range(300):
+            for _ in range(250):
                 layer = choose.choice(LAYERS)
                 ids = [choose.randrange(EXPERTS) for _ in range(choose.randint(1, 4))]
                 try:

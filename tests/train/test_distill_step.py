@@ -1,6 +1,6 @@
-"""The two streams of a distillation step, against plain networks; gradients by finite differences."""
+"""The two streams of a distillation step, against plain networks and finite differences."""
 
-import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -9,25 +9,29 @@ import numpy as np
 import pytest
 
 from dejax.draft.expert import draft_output
-from dejax.model import attend_full, causal_mask, logits_of, route
+from dejax.draft.path import draft_experts
+from dejax.model import attend_full, causal_mask, layer_full, logits_of, route
 from dejax.nn.experts import expert_output
 from tests.infer.random_target import draft_of, random_target
 from tests.train.rows import random_batch
-from train.distill_step import compare_vocabulary, loss_fn, paired_forward, route_overlap
+from train.distill_step import (
+    LayerPair,
+    compare_vocabulary,
+    loss_fn,
+    paired_forward,
+    route_overlap,
+)
 from train.evaluate import prefetch_overlap
-from train.losses import LossWeights
+from train.losses import LossWeights, Total
 from train.teacher import as_teacher
 
-ZERO = dict(logit=0.0, token=0.0, residual=0.0, router=0.0)
+WEIGHTS = LossWeights(logit=1.0, token=0.5, residual=0.25, router=2.0, temperature=1.5)
 TERMS = ("logit", "token", "residual", "router")
-
-
-def only(term: str) -> LossWeights:
-    return LossWeights(**{**ZERO, term: 1.0}, temperature=1.5 if term == "logit" else 1.0)
+METRICS = ("kl", "token", "residual", "router")
 
 
 def ranked_outputs(h, routing, stack):
-    """Gate times output of each token's experts by rank, [B, T, K, D], every expert on every token."""
+    """Gate times output of each token's experts by rank: [B, T, K, D]."""
     every = jnp.stack([expert_output(h, expert) for expert in stack], axis=2)
     chosen = jnp.take_along_axis(every, routing.ids[..., None], axis=2)
     return chosen * routing.gates[..., None]
@@ -74,18 +78,23 @@ def plain_losses(target, experts, batch, r, temperature):
     return dict(zip(TERMS, losses, strict=True)) | {"agreement": agreement}
 
 
-@pytest.fixture
+@functools.cache
 def case():
-    """A float64 target with all it needs, its draft's parameters, and rows of several documents."""
+    """A float64 target, its draft's parameters, and rows of several documents; ask under x64."""
+    target = random_target("groups")
+    params = draft_of(target).stacked_params()
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), params)
+    params["gamma"] = jnp.asarray([0.7, 1.3])
+    return target, params, random_batch(target.config, rows=2, length=12)
+
+
+@pytest.fixture
+def x64():
     with jax.enable_x64(True):
-        target = random_target("groups")
-        params = draft_of(target).stacked_params()
-        params = jax.tree.map(lambda a: a.astype(jnp.float64), params)
-        params["gamma"] = jnp.asarray([0.7, 1.3])
-        yield target, params, random_batch(target.config, rows=2, length=12)
+        yield
 
 
-def loss_of(target, params, batch, *, weights, r=1, **options):
+def loss_of(target, params, batch, *, weights=WEIGHTS, r=1, **options):
     teacher = as_teacher(target)
     return loss_fn(
         params,
@@ -99,120 +108,131 @@ def loss_of(target, params, batch, *, weights, r=1, **options):
     )
 
 
-@pytest.mark.parametrize("r", [0, 1, 2])
-def test_losses_are_those_of_plain_networks(case, r):
-    target, params, batch = case
+@functools.cache
+def terms_and_jacobian():
+    """The four losses of the case as a function of its parameters, and their gradients."""
+    target, params, batch = case()
+
+    def terms(params):
+        metrics = loss_of(target, params, batch)[1]
+        return jnp.stack([metrics[name] for name in METRICS])
+
+    return jax.jit(terms), jax.jit(jax.jacrev(terms))(params)
+
+
+@pytest.mark.parametrize("r", [1, 2])
+def test_losses_are_those_of_plain_networks(x64, r):
+    target, params, batch = case()
     layers = target.config.moe_layers
     experts = {layer: jax.tree.map(lambda a, i=i: a[i], params) for i, layer in enumerate(layers)}
-    weights = LossWeights(logit=1.0, token=0.5, residual=0.25, router=2.0, temperature=1.5)
-    loss, metrics = jax.jit(partial(loss_of, target, weights=weights, r=r))(params, batch)
-    expected = jax.jit(lambda: plain_losses(target, experts, batch, r, 1.5))()
-    total = sum(getattr(weights, term) * expected[term] for term in TERMS)
+    loss, metrics = jax.jit(partial(loss_of, target, r=r))(params, batch)
+    expected = jax.jit(lambda: plain_losses(target, experts, batch, r, WEIGHTS.temperature))()
+    total = sum(getattr(WEIGHTS, term) * expected[term] for term in TERMS)
     np.testing.assert_allclose(loss, total, rtol=1e-11)
-    names = {"logit": "kl", "token": "token", "residual": "residual", "router": "router"}
-    for term, name in names.items():
+    for term, name in zip(TERMS, METRICS, strict=True):
         np.testing.assert_allclose(metrics[name], expected[term], rtol=1e-11)
-    assert metrics["agreement"] == expected["agreement"]
+    np.testing.assert_allclose(metrics["agreement"], expected["agreement"], rtol=1e-11)
 
 
-@pytest.mark.parametrize("term", TERMS)
-def test_gradients_by_finite_differences(case, term):
-    target, params, batch = case
-    loss = jax.jit(lambda p: loss_of(target, p, batch, weights=only(term))[0])
-    grads = jax.jit(jax.grad(loss))(params)
+@pytest.mark.parametrize("name", ["weights", "gamma"])
+def test_gradients_by_finite_differences(x64, name):
+    _, params, _ = case()
+    terms, jacobian = terms_and_jacobian()
     rng = np.random.default_rng(0)
-    for name in ("weights", "gamma"):
-        for _ in range(2):
-            direction = {k: jnp.zeros_like(v) for k, v in params.items()}
-            direction[name] = jnp.asarray(rng.normal(size=params[name].shape))
-            step = 1e-6
-
-            def at(sign, direction=direction, step=step):
-                moved = jax.tree.map(lambda p, d: p + sign * step * d, params, direction)
-                return float(loss(moved))
-
-            slope = (at(1) - at(-1)) / (2 * step)
-            inner = sum(jnp.vdot(grads[k], direction[k]) for k in params)
-            np.testing.assert_allclose(inner, slope, rtol=2e-6, atol=1e-9)
+    for _ in range(3):
+        direction = jnp.asarray(rng.normal(size=params[name].shape))
+        ahead, behind = (
+            terms(params | {name: params[name] + step * direction}) for step in (1e-6, -1e-6)
+        )
+        along = [jnp.vdot(gradient, direction) for gradient in jacobian[name]]
+        np.testing.assert_allclose(along, (ahead - behind) / 2e-6, rtol=2e-6, atol=1e-9)
 
 
-def test_gradients_pass_through_the_frozen_layers(case):
-    target, params, batch = case
-
-    def gradient(term):
-        return jax.jit(jax.grad(lambda p: loss_of(target, p, batch, weights=only(term))[0]))(params)
-
-    through_logits, through_router = gradient("logit"), gradient("router")
-    for name in params:
-        assert all(jnp.any(layer != 0) for layer in through_logits[name])
-        # No router lies above the last layer's draft expert.
-        assert jnp.any(through_router[name][0] != 0) and jnp.all(through_router[name][-1] == 0)
+def test_gradients_pass_through_the_frozen_layers(x64):
+    _, jacobian = terms_and_jacobian()
+    for of_terms in jacobian.values():
+        for term, gradient in zip(TERMS, of_terms, strict=True):
+            reached = [bool(jnp.any(layer != 0)) for layer in gradient]
+            # No router lies above the last layer's draft expert.
+            assert reached == [True, term != "router"], term
 
 
-def test_recomputed_layers_give_the_same_gradients(case):
-    target, params, batch = case
-
-    def gradient(remat):
-        loss = partial(loss_of, target, weights=LossWeights(), remat=remat)
-        return jax.jit(jax.grad(lambda p: loss(p, batch)[0]))(params)
-
-    for one, other in zip(*(jax.tree.leaves(gradient(flag)) for flag in (False, True)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-14)
+def test_recomputed_layers_give_the_same_gradients(x64):
+    target, params, batch = case()
+    loss = jax.jit(jax.grad(lambda p: loss_of(target, p, batch, remat=True)[0]))
+    weights = jnp.asarray([getattr(WEIGHTS, term) for term in TERMS])
+    for name, gradient in loss(params).items():
+        expected = jnp.tensordot(weights, terms_and_jacobian()[1][name], axes=1)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-13)
 
 
-def test_the_local_objective_feeds_the_targets_own_states(case):
-    target, params, batch = case
-    options = dict(weights=LossWeights(), objective="residual-local")
-    loss, metrics = loss_of(target, params, batch, **options)
-    x = target.model.embedding[...][batch["tokens"]]
-    rows = dict(positions=batch["positions"], mask=causal_mask(batch["segment_ids"]))
-    ratios = []
-    for index, layer in enumerate(target.model.layers):
-        x = attend_full(layer, x, **rows)
-        h, routing, always = route(layer, x)
-        if routing is None:
-            x = x + always
-            continue
-        outputs = ranked_outputs(h, routing, target.routed[index])
-        place = target.config.moe_layers.index(index)
-        output = draft_output(jax.tree.map(lambda a, i=place: a[i], params), h)
-        missing, counted = outputs[:, :, 1:].sum(2), batch["mask"][..., None]
-        error = jnp.square(output - missing) * counted
-        ratios.append(error.sum() / (jnp.square(missing) * counted).sum())
-        x = x + always + outputs.sum(2)
-    np.testing.assert_allclose(loss, sum(ratios) / len(ratios), rtol=1e-11)
+def test_the_local_objective_feeds_the_targets_own_states(x64):
+    target, params, batch = case()
+
+    @jax.jit
+    def plain(params):
+        x = target.model.embedding[...][batch["tokens"]]
+        rows = dict(positions=batch["positions"], mask=causal_mask(batch["segment_ids"]))
+        ratios = []
+        for index, layer in enumerate(target.model.layers):
+            x = attend_full(layer, x, **rows)
+            h, routing, always = route(layer, x)
+            if routing is None:
+                x = x + always
+                continue
+            outputs = ranked_outputs(h, routing, target.routed[index])
+            place = target.config.moe_layers.index(index)
+            output = draft_output(jax.tree.map(lambda a, i=place: a[i], params), h)
+            missing, counted = outputs[:, :, 1:].sum(2), batch["mask"][..., None]
+            error = jnp.square(output - missing) * counted
+            ratios.append(error.sum() / (jnp.square(missing) * counted).sum())
+            x = x + always + outputs.sum(2)
+        return sum(ratios) / len(ratios)
+
+    local = jax.jit(partial(loss_of, target, objective="residual-local"))
+    loss, metrics = local(params, batch)
+    np.testing.assert_allclose(loss, plain(params), rtol=1e-11)
     assert set(metrics) == {"loss", "residual"}
 
 
 def test_zero_down_rows_are_the_top_1_path_bit_for_bit():
     target = random_target("shared", dtype=jnp.float32)
-    teacher = as_teacher(target)
-    params = draft_of(target).stacked_params()
-    params["weights"] = params["weights"].at[:, 2].set(0)
     batch = random_batch(target.config, rows=2, length=16)
+    rows = dict(positions=batch["positions"], mask=causal_mask(batch["segment_ids"]))
 
-    @jax.jit
-    def logits(draft):
-        outer, _, drafted, _ = paired_forward(
-            teacher.definition, teacher.params, draft, batch, r=1
-        )
-        return logits_of(outer, drafted)
+    def logits(draft):  # operation by operation: a compiler may round a fused sum otherwise
+        x = target.model.embedding[...][batch["tokens"]]
+        for index, layer in enumerate(target.model.layers):
+            params = None if draft is None or index not in draft.experts else draft
+            params = None if params is None else params.layer_params(index)
+            stack = target.routed.get(index)
+            experts = draft_experts(stack, params, r=1, block=8) if stack is not None else None
+            x, _ = layer_full(layer, x, experts=experts or no_experts, **rows)
+        return logits_of(target.model, x)
 
-    np.testing.assert_array_equal(logits(params), logits(None))
-    params["weights"] = params["weights"].at[:, 2].set(0.01)
-    assert not np.array_equal(logits(params), logits(None))
+    def no_experts(h, routing):
+        raise AssertionError
+
+    draft = draft_of(target)
+    for expert in draft.experts.values():
+        expert.weights[...] = expert.weights[...].at[2].set(0)
+    np.testing.assert_array_equal(logits(draft), logits(None))
+    draft.experts[1].weights[...] = draft.experts[1].weights[...].at[2].set(0.01)
+    assert not np.array_equal(logits(draft), logits(None))
 
 
 def test_the_targets_stream_is_the_targets():
     target = random_target("bare", dtype=jnp.float32)
     teacher = as_teacher(target)
     batch = random_batch(target.config, rows=2, length=16, documents=1)
-    outer, full, drafted, _ = paired_forward(
-        teacher.definition, teacher.params, None, batch, r=1
-    )
-    expected = target(batch["tokens"])
-    np.testing.assert_allclose(logits_of(outer, full), expected, rtol=1e-4, atol=1e-4)
-    totals = compare_vocabulary(outer, full, drafted, batch)
+
+    @jax.jit
+    def run(params):
+        outer, full, drafted, _ = paired_forward(teacher.definition, params, None, batch, r=1)
+        return logits_of(outer, full), compare_vocabulary(outer, full, drafted, batch)
+
+    logits, totals = run(teacher.params)
+    np.testing.assert_allclose(logits, target(batch["tokens"]), rtol=1e-4, atol=1e-4)
     assert 0 < totals.agreement.mean < 1 and totals.logit.mean > 0
 
 
@@ -220,8 +240,13 @@ def test_all_experts_kept_is_the_target_itself():
     target = random_target("shared", dtype=jnp.float32)
     teacher = as_teacher(target)
     batch = random_batch(target.config, rows=2, length=16)
-    run = partial(paired_forward, teacher.definition, teacher.params, None, batch)
-    _, full, drafted, pairs = run(r=target.config.moe.top_k)
+
+    @jax.jit
+    def run(params):
+        options = dict(r=target.config.moe.top_k)
+        return paired_forward(teacher.definition, params, None, batch, **options)[1:]
+
+    full, drafted, pairs = run(teacher.params)
     np.testing.assert_array_equal(full, drafted)
     overlap, first = route_overlap(pairs, batch["mask"])
     assert overlap.mean == first.mean == 1
@@ -229,33 +254,26 @@ def test_all_experts_kept_is_the_target_itself():
 
 
 def test_route_overlap_and_prefetch_count_pairs():
-    class Pairs:
-        routes = jnp.asarray([[[[0, 1], [2, 3], [4, 5], [0, 1]]]])
-        draft_routes = jnp.asarray([[[[1, 0], [2, 4], [6, 7], [0, 1]]]])
-
-    overlap, first = route_overlap(Pairs, jnp.asarray([[1.0, 1.0, 1.0, 0.0]]))
+    nothing = Total(jnp.zeros(1), jnp.zeros(1))
+    pairs = LayerPair(
+        residual=nothing,
+        router=nothing,
+        routes=jnp.asarray([[[[0, 1], [2, 3], [4, 5], [0, 1]]]]),
+        draft_routes=jnp.asarray([[[[1, 0], [2, 4], [6, 7], [0, 1]]]]),
+    )
+    overlap, first = route_overlap(pairs, jnp.asarray([[1.0, 1.0, 1.0, 0.0]]))
     assert (float(overlap.sum), float(overlap.count)) == (1 + 0.5 + 0, 3)
     assert (float(first.sum), float(first.count)) == (1, 3)
     segments = jnp.asarray([[1, 1, 2, 2]])
     options = dict(experts=8, rows=2)
     # First round: wanted {0,1,2,3}, predicted {0,1,2,4}, loaded by the drafts {1,2}.
-    recall, precision = prefetch_overlap(Pairs, segments, r=1, **options)
+    recall, precision = prefetch_overlap(pairs, segments, r=1, **options)
     # Second round: wanted {0,1,4,5}, predicted {0,1,6,7}, loaded {0,6}.
     assert (float(recall.sum), float(recall.count)) == (1 + 1, 2 + 3)
     assert (float(precision.sum), float(precision.count)) == (1 + 1, 2 + 2)
-    recall, precision = prefetch_overlap(Pairs, segments, r=0, **options)
+    recall, precision = prefetch_overlap(pairs, segments, r=0, **options)
     assert (float(recall.sum), float(recall.count)) == (3 + 2, 4 + 4)
     # A round that crosses into another document, or lies in padding, is left out.
     for crossing in ([[1, 2, 2, 2]], [[0, 0, 2, 2]]):
-        recall, _ = prefetch_overlap(Pairs, jnp.asarray(crossing), r=1, **options)
+        recall, _ = prefetch_overlap(pairs, jnp.asarray(crossing), r=1, **options)
         assert (float(recall.sum), float(recall.count)) == (1, 3)
-
-
-def test_no_weights_of_the_target_are_held_for_the_backward_pass():
-    """The target is an argument of the step, and nothing but draft parameters gets a gradient."""
-    target = random_target("shared", dtype=jnp.float32)
-    params = draft_of(target).stacked_params()
-    batch = random_batch(target.config, rows=1, length=8)
-    grads = jax.grad(lambda p: loss_of(target, p, batch, weights=LossWeights())[0])(params)
-    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
-    assert dataclasses.is_dataclass(as_teacher(target).params)

@@ -1,0 +1,113 @@
+"""The router: softmax over all experts, selection, groups, ties, scaling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dejax.config import MoEConfig
+from dejax.nn.router import Router
+
+GREEDY = MoEConfig(num_experts=8, top_k=3, expert_width=4, shared_width=0, first_dense=0)
+GROUPED = dataclasses.replace(GREEDY, groups=4, groups_kept=2)
+
+
+def route(config, logits, dtype=jnp.float32):
+    """Routing of rows whose logits are given: the router's weight is the identity."""
+    router = Router(config, config.num_experts, rngs=nnx.Rngs(0))
+    router.weight = nnx.Param(jnp.eye(config.num_experts, dtype=dtype))
+    return router(jnp.asarray(logits, dtype))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_gates_are_probabilities_over_all_experts():
+    """NVIDIA/Megatron-LM 955, sglang 35160: softmax first, then top-k, not renormalised."""
+    logits = np.random.default_rng(0).standard_normal((50, 8)) * 2
+    routing = route(dataclasses.replace(GREEDY, scaling=16.0), logits)
+    scores = softmax(logits)
+    order = np.argsort(-scores, axis=-1)[:, :3]
+    np.testing.assert_array_equal(routing.ids, order)
+    expected = 16 * np.take_along_axis(scores, order, -1)
+    np.testing.assert_allclose(routing.gates, expected, rtol=1e-5)
+    np.testing.assert_allclose(routing.scores, scores, rtol=1e-5)
+    assert (np.diff(routing.gates, axis=-1) <= 0).all()  # column 0 is the top-1 expert
+
+
+def test_the_lower_of_equal_experts_is_chosen():
+    """vllm-project/vllm 55514."""
+    routing = route(GREEDY, [[0, 1, 0, 1, 1, 1, 0, 0], [0] * 8])
+    np.testing.assert_array_equal(routing.ids, [[1, 3, 4], [0, 1, 2]])
+
+
+def test_a_group_is_as_good_as_its_best_expert():
+    """EricLBuehler/mistral.rs 1278: not as the sum of its best two, which is another family's."""
+    logits = [[3.0, -9.0, 2.0, 2.0, 2.5, -9.0, 0.0, 0.0]]  # maxima: groups 0, 2; sums: 1, 0
+    routing = route(GROUPED, logits)
+    np.testing.assert_array_equal(routing.ids[0, :2], [0, 4])
+    assert set(np.asarray(routing.ids[0]).tolist()) <= {0, 1, 4, 5}
+    # The law over all experts is left whole: what draft experts are trained on.
+    np.testing.assert_allclose(routing.scores, softmax(np.array(logits)), rtol=1e-5)
+
+
+def test_equal_groups_fall_to_the_lower_ones():
+    np.testing.assert_array_equal(route(GROUPED, [[0] * 8]).ids, [[0, 1, 2]])
+
+
+@settings(max_examples=40)
+@given(
+    logits=st.lists(st.integers(-40, 40), min_size=12, max_size=12),
+    groups=st.sampled_from([1, 2, 3, 4, 6]),
+    kept=st.integers(1, 6),
+    top_k=st.integers(1, 12),
+)
+def test_selection_by_hand(logits, groups, kept, top_k):
+    kept = min(kept, groups)
+    top_k = min(top_k, 12 // groups * kept)
+    config = MoEConfig(
+        num_experts=12,
+        top_k=top_k,
+        expert_width=1,
+        shared_width=0,
+        first_dense=0,
+        groups=groups,
+        groups_kept=kept,
+    )
+    # Steps of a tenth: no two different logits have the same softmax in float32.
+    routing = route(config, [[value / 10 for value in logits]])
+    size = 12 // groups
+    members = [range(g * size, (g + 1) * size) for g in range(groups)]
+    best = sorted(range(groups), key=lambda g: (-max(logits[e] for e in members[g]), g))[:kept]
+    open_experts = [e for g in best for e in members[g]]
+    chosen = sorted(open_experts, key=lambda e: (-logits[e], e))[:top_k]
+    assert np.asarray(routing.ids[0]).tolist() == chosen
+
+
+def test_scores_are_at_least_float32():
+    """vllm-project/vllm 14027: a router in bfloat16 picks other experts."""
+    routing = route(GREEDY, np.random.default_rng(0).standard_normal((4, 8)), jnp.bfloat16)
+    assert routing.scores.dtype == routing.gates.dtype == jnp.float32
+    near = [[1.0, 1.0 + 2**-12, 0, 0, 0, 0, 0, 0]]  # equal in bfloat16
+    assert route(GREEDY, near).ids[0, 0] == 1
+    with jax.enable_x64(True):
+        assert route(GREEDY, near, jnp.float64).scores.dtype == jnp.float64
+
+
+def test_the_product_is_exact_on_accelerators_too():
+    router = Router(GREEDY, 8, rngs=nnx.Rngs(0))
+    jaxpr = str(jax.make_jaxpr(lambda h: router(h).scores)(jnp.ones((2, 8))))
+    assert "HIGHEST" in jaxpr
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 8)])
+def test_any_leading_shape(shape):
+    routing = route(GREEDY, np.ones(shape))
+    assert routing.ids.shape == (*shape[:-1], 3) and routing.scores.shape == shape

@@ -1,0 +1,363 @@
+"""Writes the model card of an embedded target from measurements.
+
+    python -m train.model_card MODEL --data DIR --run RUN [--out FILE]
+
+MODEL is a Hugging Face folder made by `dejax pretrain`, DIR what `train.data` and `train.trigram`
+wrote, RUN the OUT of the pretraining. The card goes to MODEL/README.md with `loss_curve.png` and
+`card.json` (every number) beside it. The text is a function of the numbers alone: none is written
+by hand.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+import dejax
+from dejax.errors import FailedError, UsageError
+from dejax.target import Target, load_target, model_folder
+from infer.arguments import Positional, PositiveInt, parse, read_prompts, to_plain, write_json
+from infer.console import say
+from infer.generate import Generation, encode_prompt, generate
+from infer.inspect import inspect
+from infer.report import distinct_ngrams
+from train import card_measures
+from train.card_measures import Numbers
+from train.card_text import render
+from train.config_files import load_config, to_json
+from train.data import MAX_CHAT_TOKENS
+from train.demo import PROMPTS
+from train.loop import checkpointer
+from train.stacked import block_size
+from train.teacher import as_teacher
+from train.text import RUN
+from train.tokenizer import load_tokenizer, token_lengths
+
+CURVE, NUMBERS = "loss_curve.png", "card.json"
+TEMPERATURE, SEED = 0.8, 0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `python -m train.model_card`."""
+
+    model: Positional[str]
+    """A Hugging Face folder with a tokenizer, or tiny."""
+    data: Path
+    """Folder of tokenizer, tokens and trigram.json that the model was trained on."""
+    run: Path
+    """Folder of the pretraining run: checkpoints and metrics.jsonl."""
+    out: Path | None = None
+    """The card (default: README.md in MODEL); the other files go beside it."""
+    config: str = "pretrain_tiny"
+    """Config file of the run; settings in which the run differs are listed."""
+    step: PositiveInt | None = None
+    """Step of the checkpoint that MODEL holds (default: the newest)."""
+    rows: PositiveInt = 16
+    """Held-out rows of each kind for ablations and routing; the loss is of the whole split."""
+    seq_len: PositiveInt = 256
+    """Tokens of a row: as far back as the model sees in the measurements."""
+    batch_size: PositiveInt = 8
+    """Rows of a batch."""
+    sample_tokens: PositiveInt = 64
+    """Tokens of a sample."""
+
+
+# --- the run ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pretraining run up to a step.
+
+    Attributes:
+      step: of the checkpoint that became the model; config: as its checkpoint says, plain JSON;
+      log: rows of metrics.jsonl up to `step`, one a logged step.
+    """
+
+    step: int
+    config: dict[str, Any]
+    log: list[dict[str, float]]
+
+    def tokens_at(self, step: float) -> int:
+        """Tokens seen after `step` steps."""
+        phases = self.config["phases"]
+        ends = [phase["start"] for phase in phases[1:]] + [step]
+        return sum(
+            max(0, min(step, end) - phase["start"]) * phase["seq_len"] * phase["batch_size"]
+            for phase, end in zip(phases, ends, strict=True)
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent in the logged steps, evaluations left out; None if nothing was logged.
+
+        Steps that a stopped run repeated count once.
+        """
+        if not self.log:
+            return None
+        marks = [0, *(row["step"] for row in self.log)]
+        return sum(
+            (self.tokens_at(now) - self.tokens_at(before)) / row["tokens_per_second"]
+            for before, now, row in zip(marks, marks[1:], self.log, strict=False)
+        )
+
+
+def read_run(folder: Path, step: int | None = None) -> Run:
+    """The run in `folder` up to `step` (default: its newest checkpoint).
+
+    Raises:
+      UsageError: it has no checkpoint (of that step), or no readable metrics.
+    """
+    if not (folder / "checkpoints").is_dir():
+        raise UsageError(f"{folder}: no checkpoints; expected the OUT of `dejax pretrain`")
+    with closing(checkpointer(folder, keep=1)) as saved:
+        steps = [checkpoint.step for checkpoint in saved.checkpoints]
+        wanted = max(steps, default=None) if step is None else step
+        if wanted not in steps:
+            raise UsageError(f"{folder}: no checkpoint of step {wanted}; there are {steps}")
+        config: Any = saved.metadata(wanted).custom_metadata
+    file, rows = folder / "metrics.jsonl", {}
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows[row["step"]] = row  # a resumed run logs the steps it repeats once more
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{file}: not readable as metrics of a run ({error})") from None
+    return Run(wanted, config, [rows[s] for s in sorted(rows) if s <= wanted])
+
+
+def config_differences(run: Run, name: str) -> dict[str, Any]:
+    """Settings in which the run differs from the named config as it is now, by dotted key."""
+    ours, theirs = _flat(run.config), _flat(json.loads(json.dumps(to_json(load_config(name)))))
+    keys = sorted(ours.keys() | theirs.keys())
+    return {key: ours.get(key) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        inner = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat
+
+
+def read_meta(data: Path, split: str) -> Numbers:
+    """The counts that `train.data` wrote for a split.
+
+    Raises:
+      UsageError: there are none.
+    """
+    file = data / split / "meta.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read ({error}); run `python -m train.data`") from None
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def describe_model(folder: Path, target: Target) -> Numbers:
+    """Identity, dimensions and sizes."""
+    found = inspect(folder)
+    own = {"README.md", CURVE, NUMBERS}
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name not in own]
+    return {
+        "name": target.name,
+        "identity": target.identity,
+        "config": asdict(target.config),
+        "parameters": found.total,
+        "active_parameters": found.active,
+        "routed_parameters": found.routed.params,
+        "dtype": found.routed.dtype,
+        "weight_bytes": found.routed.bytes + found.rest.bytes,
+        "expert_bytes": found.expert.bytes,
+        "folder_bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def describe_run(run: Run, config: str) -> Numbers:
+    """How the model was made; `log` holds the curve."""
+    tokens = run.tokens_at(run.step)
+    seconds = run.seconds
+    logged = run.tokens_at(run.log[-1]["step"]) if run.log else 0
+    return {
+        "step": run.step,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": logged / seconds if seconds else None,
+        "config_name": config,
+        "differences": config_differences(run, config),
+        "config": run.config,
+        "log": [row | {"tokens": run.tokens_at(row["step"])} for row in run.log],
+    }
+
+
+def describe_data(folder: Path, run: Numbers) -> Numbers:
+    """Counts of both splits, and how often each kind was passed over (weights are shares)."""
+    metas = {split: read_meta(folder, split) for split in ("train", "heldout")}
+    weights, counts = metas["train"]["weights"], metas["train"]["counts"]
+    whole = sum(weights.values())
+    passes = {
+        kind: run["tokens"] * weights[kind] / whole / counts[kind]["tokens"] for kind in counts
+    }
+    limits = {"run_words": RUN, "max_chat_tokens": MAX_CHAT_TOKENS}
+    return metas | {"passes": passes} | limits
+
+
+def check_tokenizer(target: Target, data: Path) -> Any:
+    """The tokenizer of the data, once it is known to be the target's too."""
+    tokenizer = load_tokenizer(data / "tokenizer")
+    if target.tokenizer is None or target.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"{target.name}: its tokenizer is not that of {data}; give the data it was trained on"
+        )
+    return tokenizer
+
+
+def samples(target: Target, *, tokens: int) -> list[Numbers]:
+    """Continuations of the first demo prompt of each category that leaves room for them."""
+    chosen: dict[str, Any] = {}
+    for record in read_prompts(PROMPTS):
+        if len(encode_prompt(target, record["prompt"])) + tokens <= target.config.context:
+            chosen.setdefault(record["category"], record)
+    records = list(chosen.values())
+    by_rule = {
+        name: generate(
+            target,
+            records,
+            mode="ar",
+            max_new_tokens=tokens,
+            temperature=temperature,
+            seed=SEED,
+            device_cache=None,
+        )
+        for name, temperature in (("greedy", 0.0), ("seeded", TEMPERATURE))
+    }
+    return [
+        record | {name: _sample(results[i]) for name, results in by_rule.items()}
+        for i, record in enumerate(records)
+    ]
+
+
+def _sample(generation: Generation) -> Numbers:
+    return {
+        "text": generation.text,
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,
+    }
+
+
+def distinct_share(found: Sequence[Numbers]) -> Numbers:
+    """Share of distinct 4-grams in the samples of each rule."""
+    return {
+        name: distinct_ngrams([sample[name]["tokens"] for sample in found])
+        for name in ("greedy", "seeded")
+    }
+
+
+def measure(args: Arguments) -> Numbers:
+    """Every number of the card, as plain JSON values.
+
+    Raises:
+      UsageError: model, data and run do not belong together, or one of them is not what it should
+        be.
+    """
+    folder = model_folder(args.model)
+    target = load_target(args.model)
+    lengths = token_lengths(check_tokenizer(target, args.data))
+    run = describe_run(read_run(args.run, args.step), args.config)
+    data = describe_data(args.data, run)
+    teacher = as_teacher(target)
+    seq_len = min(args.seq_len, target.config.context)
+    say("model card: loss on the held-out split")
+    loss = card_measures.held_out_loss(teacher, args.data, seq_len=seq_len, byte_lengths=lengths)
+    held = card_measures.held_out_rows(
+        args.data, seq_len=seq_len, rows=args.rows, batch_size=args.batch_size
+    )
+    say("model card: fewer routed experts")
+    arms = card_measures.expert_arms(teacher, held)
+    say("model card: shuffled routing")
+    arms["routing shuffled"], record = card_measures.shuffled_arm(teacher, held, seed=SEED)
+    say("model card: statistics of the routing")
+    routing = card_measures.routing_numbers(record, target.config.moe_layers, held.kinds)
+    block = block_size(args.batch_size * seq_len, target.config)
+    routing["dropped"] = card_measures.dropped_assignments(record, block=block)
+    say("model card: samples")
+    texts = samples(target, tokens=args.sample_tokens)
+    return to_plain(
+        {
+            "model": describe_model(folder, target),
+            "run": run,
+            "data": data,
+            "measured": {
+                "seq_len": seq_len,
+                "rows": args.rows,
+                "sample_tokens": args.sample_tokens,
+                "temperature": TEMPERATURE,
+                "seed": SEED,
+                "versions": {"dejax": dejax.__version__, "jax": version("jax")},
+            },
+            "held_out": loss,
+            "arms": arms,
+            "routing": routing,
+            "samples": texts,
+            "distinct_4grams": distinct_share(texts),
+        }
+    )
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def plot_curve(numbers: Numbers, path: Path) -> None:
+    """Training loss against tokens, and held-out bits per byte beside the trigram model's."""
+    log = numbers["run"]["log"]
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["tokens"] / 1e6 for row in log], [row["loss"] for row in log], color="#33415c")
+    left.set_ylabel("training loss (nats a token)")
+    evaluated = [row for row in log if any(name.startswith("bpb_") for name in row)]
+    kinds = [kind for kind in numbers["held_out"] if kind != "all"]
+    for index, kind in enumerate(kinds):
+        points = [(r["tokens"] / 1e6, r[f"bpb_{kind}"]) for r in evaluated if f"bpb_{kind}" in r]
+        line = right.plot(*zip(*points, strict=True), ".-", label=kind) if points else []
+        colour = line[0].get_color() if line else f"C{index}"
+        right.axhline(numbers["held_out"][kind]["trigram"], color=colour, ls=":", lw=0.8)
+    right.set_ylabel("held-out bits a byte (dotted: trigram)")
+    if evaluated:
+        right.legend(fontsize=7, frameon=False, ncols=2)
+    for axes in (left, right):
+        axes.set_xlabel("million tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)
+
+
+def main(argv: list[str]) -> int:
+    """Runs `python -m train.model_card`."""
+    about = "Write a model card from measurements."
+    args = parse(Arguments, argv, prog="python -m train.model_card", description=about)
+    card = args.out or model_folder(args.model) / "README.md"
+    numbers = measure(args)
+    card.parent.mkdir(parents=True, exist_ok=True)
+    plot_curve(numbers, card.with_name(CURVE))
+    write_json(card.with_name(NUMBERS), numbers)
+    card.write_text(render(numbers, curve=CURVE, numbers_file=NUMBERS), encoding="utf-8")
+    say(f"model card: {card}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except (UsageError, FailedError) as error:
+        say(f"model_card: error: {error}")
+        status = error.exit_status
+    sys.exit(status)
