@@ -21,4 +21,5 @@ def get_config() -> DistillConfig:
         loop=LoopConfig(steps=150, log_every=10, eval_every=50, save_every=50),
         seq_len=256,
         batch_size=8,
+        cpu_devices=2,
     )

@@ -29,9 +29,19 @@ def split_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, P(DATA)))
 
 
+def unreplicate(tree: Any) -> Any:
+    """The replicated arrays of `tree` on the default device alone."""
+    return jax.device_put(jax.device_get(tree))
+
+
+def add_shards(tree: Any) -> Any:
+    """Inside `per_shard`: the arrays of `tree` added over all shards."""
+    return jax.lax.psum(tree, DATA)
+
+
 def per_shard(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """`fn(replicated, batch)` run on each shard of the batch; its results are equal on all shards.
 
-    Inside, `jax.lax.psum(x, DATA)` adds over shards; what `fn` returns must have been summed so.
+    What `fn` returns must have been summed by `add_shards`.
     """
     return jax.shard_map(fn, mesh=mesh, in_specs=(P(), P(DATA)), out_specs=P(), check_vma=False)

@@ -59,7 +59,11 @@ def expert_store(target: Target, offload: Offload) -> ExpertStore:
 
 
 class Decoder:
-    """Engine and residency of one target, for many prompts. A context manager."""
+    """Engine and residency of one target, for many prompts. A context manager.
+
+    Raises:
+      UsageError: the draft experts are another target's, or the experts do not fit the host cache.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,11 @@ class Decoder:
         capacity: int | None = None,
         store: ExpertStore | None = None,
     ):
+        if draft is not None and draft.identity != target.identity:
+            raise UsageError(
+                f"the draft experts were trained for target {draft.identity}, not for "
+                f"{target.name} ({target.identity}); distill draft experts for this one"
+            )
         offload = Offload() if offload is None else offload
         config = target.config
         store = expert_store(target, offload) if store is None else store
@@ -106,9 +115,9 @@ class Decoder:
         on_round: Callable[[Round], None] = lambda record: None,
     ) -> tuple[Round, ...]:
         """Decodes one prompt and returns its trace; `on_round` sees each record as it comes."""
+        drafter = make_drafter(self.engine, options)  # checks the options, so before compiling
         self.warm_up(options)
         records = []
-        drafter = make_drafter(self.engine, options)
         for record in decode(self.engine, prompt, options, sample=sample, drafter=drafter):
             records.append(record)
             on_round(record)

@@ -5,7 +5,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,12 +54,14 @@ class Generation:
     lossless: bool
     stats: dict[str, Any]
     trace: tuple[Round, ...]
+    passed_through: dict[str, Any] = field(default_factory=dict)
+    """What else the prompt's record carried."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the contract: everything but the trace."""
+        """The fields of the contract, and what is passed through; not the trace."""
         names = ("id", "prompt", "prompt_tokens", "tokens", "text", "finish_reason", "mode")
         record = {name: getattr(self, name) for name in names}
-        return record | {"lossless": self.lossless, "stats": self.stats}
+        return self.passed_through | record | {"lossless": self.lossless, "stats": self.stats}
 
 
 def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int]:
@@ -98,23 +100,33 @@ def to_generation(
         lossless=True,
         stats=stats(trace) | {"layout": LAYOUT},
         trace=trace,
+        passed_through={k: v for k, v in prompt.items() if k not in ("id", "prompt")},
     )
 
 
 def _normalise(target: Target, prompts: Sequence[Any], chat: bool) -> Iterator[tuple[dict, list]]:
     """(record, token ids) of prompts given as text, as token ids, or as records with `prompt`."""
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one text; expected a list of prompts")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            prompt = {"id": str(index), "prompt": prompt}
-        if isinstance(prompt, dict):
-            yield prompt, encode_prompt(target, prompt["prompt"], chat=chat)
-        else:
-            yield {"id": str(index), "prompt": ""}, [int(token) for token in prompt]
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, dict):
+            yield {"id": index, "prompt": ""}, [int(token) for token in prompt]
+            continue
+        record = {"id": index} | prompt
+        if not isinstance(record.get("prompt"), str):
+            raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
+        yield record, encode_prompt(target, record["prompt"], chat=chat)
 
 
-def _check_lengths(target: Target, encoded: Sequence[tuple[dict, list]]) -> None:
+def _check_prompts(target: Target, encoded: Sequence[tuple[dict, list]]) -> None:
     config = target.config
+    seen: set[str] = set()
     for record, ids in encoded:
+        if str(record["id"]) in seen:
+            raise UsageError(f"two prompts have the id {record['id']!r}; expected each id once")
+        seen.add(str(record["id"]))
         if not ids:
             raise UsageError(f"prompt {record['id']} has no tokens; expected at least one")
         if len(ids) >= config.context:
@@ -176,7 +188,7 @@ def generate(
         prefetch=prefetch,
     )
     encoded = list(_normalise(target, prompts, chat))
-    _check_lengths(target, encoded)
+    _check_prompts(target, encoded)
     longest = max((len(ids) for _, ids in encoded), default=1) + max_new_tokens
     capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
     offload = Offload(device_cache=device_cache, host_cache=host_cache, link=parse_link(link))

@@ -98,7 +98,7 @@ def plot_unique(curves: dict[str, list[float]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def plot_losses(log: Sequence[dict[str, float]], path: Path) -> None:
+def plot_losses(log: Sequence[dict[str, int | float]], path: Path) -> None:
     """Distillation: agreement and each loss against the step."""
     steps = [row["step"] for row in log]
     names = [n for n in log[0] if n.startswith("loss") or n in ("agreement", "router_agreement")]

@@ -131,6 +131,9 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, list[Round]]]:
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise UsageError(f"{path}: not a trace of schema {SCHEMA}")
     traces: dict[str, list[Round]] = {}
-    for record in records:
-        traces.setdefault(record.pop("id"), []).append(from_record(record))
+    for line, record in enumerate(records, start=2):
+        try:
+            traces.setdefault(record.pop("id"), []).append(from_record(record))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}: line {line} is no record of {SCHEMA} ({error!r})") from None
     return header, traces

@@ -189,7 +189,8 @@ def _beside_shuffled(
             def moved(a):
                 return a.reshape(-1, a.shape[-1])[source].reshape(a.shape)
 
-            return experts(h, Routing(moved(routing.ids), moved(routing.gates), routing.scores))
+            ids, gates = moved(routing.ids), moved(routing.gates)
+            return experts(h, Routing(ids=ids, gates=gates, scores=routing.scores))
 
         full, tap = layer_full(layer, full, experts=experts, **where)
         shuffled, _ = layer_full(layer, shuffled, experts=misrouted, **where)

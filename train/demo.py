@@ -21,8 +21,10 @@ from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, u
 from infer.suite import Result, Suite, choose_link, compare_resident, run_all, standard_runs
 from train.config_files import load_config, to_json
 from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
+from train.devices import use_cpu_devices
 from train.distill import DistillConfig, distill, initial_draft, open_data
 from train.evaluate import mean_missing, teacher_forced
+from train.loop import Metrics
 from train.teacher import Teacher, as_teacher
 
 PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
@@ -45,7 +47,7 @@ class Arguments:
 
 def train_arms(
     target: Target, config: DistillConfig, *, full: bool, out: Path
-) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[dict[str, float]]]:
+) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[Metrics]]:
     """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
     data = open_data(config, target)
     if not data.held_out:
@@ -111,7 +113,7 @@ def decode_prompts(
     return results, compare_resident(target, fits[0][1], tokens=tokens)
 
 
-def save_plots(results: list[Result], log: list[dict[str, float]], out: Path) -> list[Path]:
+def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Path]:
     """The demo's plots, under `out`."""
     rows = [result.row for result in results]
     paths = [out / f"{name}.png" for name in ("speed", "acceptance", "unique_experts", "losses")]
@@ -131,10 +133,11 @@ def main(argv: list[str]) -> int:
     """Runs `dejax demo`."""
     args = parse(Arguments, argv, prog="dejax demo", description="The main job, end to end.")
     began = time.perf_counter()
+    config = replace(load_config("distill_tiny"), target=args.target)
+    use_cpu_devices(config.cpu_devices)
     target = load_target(args.target)
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
-    config = replace(load_config("distill_tiny"), target=args.target)
     args.out.mkdir(parents=True, exist_ok=True)
     draft, arms, done, log = train_arms(target, config, full=args.full, out=args.out)
     count, tokens = (20, 64) if args.full else (6, 48)

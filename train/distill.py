@@ -25,12 +25,14 @@ from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
+from dejax.sharding import data_mesh, replicate, split_batch, unreplicate
 from dejax.target import Target, load_target, model_folder
 from infer.arguments import Positional, format_bytes, parse, write_json
 from infer.console import print_table
 from train.closed_form import InitConfig, fit_draft
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
+from train.devices import use_cpu_devices
 from train.distill_plan import plan_distillation
 from train.distill_step import Batch, DistillState, Objective, make_step
 from train.evaluate import teacher_forced
@@ -60,7 +62,7 @@ class DistillConfig:
       expert); init: what they start from; losses: weights of the four; objective: `all`, or
       `residual-local` (the cheap first stage); seq_len, batch_size: shape of a batch; dtype: what
       the target's weights are held in; remat: recompute layers in the backward pass, for less
-      memory.
+      memory; cpu_devices: where there is no accelerator, split batches over so many devices.
     """
 
     target: str = "tiny"
@@ -75,6 +77,7 @@ class DistillConfig:
     batch_size: int = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: bool = False
+    cpu_devices: int = 1
     seed: int = 0
 
     def __post_init__(self):
@@ -146,8 +149,14 @@ def distill(
     else:
         params = initial_draft(teacher, batch_at, config) if initial is None else initial
         params = jax.tree.map(jnp.copy, params)  # training donates its state
+    mesh = data_mesh()
+    if config.batch_size % mesh.size:
+        raise UsageError(
+            f"batch_size is {config.batch_size}; expected a multiple of the {mesh.size} devices"
+        )
     step = make_step(
         optimizer,
+        mesh,
         definition=teacher.definition,
         r=draft.top_r,
         weights=config.losses,
@@ -155,19 +164,21 @@ def distill(
         dtype=teacher.dtype,
         remat=config.remat,
     )
+    state = DistillState(draft=params, opt_state=optimizer.init(params))
     state, log = run(
-        DistillState(draft=params, opt_state=optimizer.init(params)),
-        step_fn=partial(step, teacher.params),
+        replicate(state, mesh),
+        step_fn=partial(step, replicate(teacher.params, mesh)),
+        place=lambda batch: split_batch(batch, mesh),
         batch_at=batch_at,
         config=config.loop,
         label="distill",
         workdir=workdir,
         resume=resume,
-        evaluate=None if evaluate is None else lambda state: evaluate(state.draft),
+        evaluate=None if evaluate is None else lambda s: evaluate(unreplicate(s.draft)),
         run_info=run_info,
     )
     trained = draft_of_params(
-        state.draft,
+        unreplicate(state.draft),
         layers=teacher.config.moe_layers,
         top_r=draft.top_r,
         identity=teacher.identity,
@@ -192,7 +203,8 @@ def _check_resume(workdir: Path, run_info: dict[str, Any], *, resume: bool) -> b
             f"{run_info['target']}; choose another folder"
         )
     old, new = (dict(info.get("config") or {}) for info in (saved, run_info))
-    changed = [key for key in new if key != "loop" and old.get(key) != new[key]]
+    free = ("loop", "cpu_devices")  # neither changes what a step does
+    changed = [key for key in new if key not in free and old.get(key) != new[key]]
     if changed:
         was = ", ".join(f"{key} was {old.get(key)}" for key in changed)
         raise UsageError(
@@ -263,6 +275,7 @@ def main(argv: list[str]) -> int:
     config = load_config(args.config, args.set)
     if not isinstance(config, DistillConfig):
         raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
+    use_cpu_devices(config.cpu_devices)
     if args.dry_run:
         result = _print_plan(config)
     else:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from dejax.config import DraftConfig, ModelConfig
 from dejax.model import Transformer
+from dejax.sharding import data_mesh
 from train.distill_step import Batch, DistillState, make_step
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import StackedDef, StackedParams, stack_target
@@ -80,7 +81,9 @@ def plan_distillation(
     optimizer = make_optimizer(optimizer_config, steps)
     state = DistillState(draft=trained, opt_state=jax.eval_shape(optimizer.init, trained))
     batch: Batch = abstract_batch(batch_size, seq_len)  # type: ignore[assignment]
-    step: Any = make_step(optimizer, definition=definition, r=draft.top_r, **loss_options)
+    step: Any = make_step(
+        optimizer, data_mesh(), definition=definition, r=draft.top_r, **loss_options
+    )
     analysis = step.lower(params, state, batch).compile().memory_analysis()
     return {
         "trained_params": _size(trained)[0],

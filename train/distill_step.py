@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dejax.draft.expert import draft_output
@@ -30,6 +31,7 @@ from dejax.model import (
 )
 from dejax.nn.router import Routing
 from dejax.pytree import pytree
+from dejax.sharding import add_shards, per_shard
 from train.losses import (
     LossWeights,
     Total,
@@ -271,41 +273,64 @@ def loss_fn(
     objective: Objective = "all",
     dtype: Any = jnp.float32,
     remat: bool = False,
+    add: Callable[[Any], Any] = lambda tree: tree,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The objective and what a step reports."""
+    """A batch's part of the objective, and what a step reports of the whole.
+
+    `add` sums over the shards of a batch (default: there is one). Sums are the shard's own and counts
+    the whole's, so that the parts of all shards add up to the objective.
+    """
+    of_whole = partial(_of_whole, add=add)
     if objective == "residual-local":
         residual = local_residual(definition, params, draft, batch, r=r, dtype=dtype)
-        loss = residual.mean.mean()
-        return loss, {"loss": loss, "residual": loss}
+        loss = of_whole(residual).mean.mean()
+        return loss, add({"loss": loss, "residual": loss})
     outer, full, drafted, pairs = paired_forward(
         definition, params, draft, batch, r=r, dtype=dtype, remat=remat
     )
     vocabulary = compare_vocabulary(outer, full, drafted, batch, temperature=weights.temperature)
-    loss = distillation_loss(vocabulary, pairs.residual, pairs.router, weights)
-    return loss, {
+    overlap = route_overlap(pairs, batch["mask"])[0]
+    vocabulary, residual, router, overlap = of_whole(
+        (vocabulary, pairs.residual, pairs.router, overlap)
+    )
+    loss = distillation_loss(vocabulary, residual, router, weights)
+    metrics = {
         "loss": loss,
         "kl": vocabulary.logit.mean,
         "token": vocabulary.token.mean,
-        "residual": pairs.residual.mean.mean(),
-        "router": pairs.router.mean.mean(),
+        "residual": residual.mean.mean(),
+        "router": router.mean.mean(),
         "agreement": vocabulary.agreement.mean,
-        "router_agreement": route_overlap(pairs, batch["mask"])[0].mean,
+        "router_agreement": overlap.mean,
     }
+    return loss, add(metrics)
+
+
+def _of_whole(totals: Any, *, add: Callable[[Any], Any]) -> Any:
+    """Totals of a shard over the counts of the whole batch."""
+    is_total = lambda node: isinstance(node, Total)  # noqa: E731
+    return jax.tree.map(lambda total: Total(total.sum, add(total.count)), totals, is_leaf=is_total)
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, **loss_options: Any
+    optimizer: optax.GradientTransformation, mesh: Mesh, **loss_options: Any
 ) -> Callable[[StackedParams, DistillState, Batch], tuple[DistillState, dict[str, Array]]]:
     """The jitted step (target, state, batch) -> (state, metrics); the state is donated.
 
-    The target is an argument, not a constant of the compiled program. `loss_options` are those of
-    `loss_fn`.
+    Data-parallel over `mesh`. The target is an argument, not a constant of the compiled program.
+    `loss_options` are those of `loss_fn`.
     """
-    loss = partial(loss_fn, **loss_options)
+    loss = partial(loss_fn, add=add_shards, **loss_options)
+
+    def gradients(whole: tuple[Params, StackedParams], batch: Batch):
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(*whole, batch)
+        return add_shards(grads), metrics
+
+    sharded = per_shard(gradients, mesh)
 
     @partial(jax.jit, donate_argnums=1)
     def step(params: StackedParams, state: DistillState, batch: Batch):
-        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.draft, params, batch)
+        grads, metrics = sharded((state.draft, params), batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
         metrics["grad_norm"] = optax.global_norm(grads)
         draft: Any = optax.apply_updates(state.draft, updates)

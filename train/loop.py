@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from dejax.errors import FailedError, UsageError
 from infer.console import progress
 
-Metrics = dict[str, float]
+Metrics = dict[str, int | float]
 StepFn = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 

@@ -32,13 +32,13 @@ from train.card_measures import Numbers
 from train.card_text import render
 from train.config_files import load_config, to_json
 from train.data import MAX_CHAT_TOKENS
-from train.demo import PROMPTS
 from train.loop import checkpointer
 from train.stacked import block_size
 from train.teacher import as_teacher
 from train.text import RUN
 from train.tokenizer import load_tokenizer, token_lengths
 
+PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
 CURVE, NUMBERS = "loss_curve.png", "card.json"
 TEMPERATURE, SEED = 0.8, 0
 
@@ -83,9 +83,9 @@ class Run:
 
     step: int
     config: dict[str, Any]
-    log: list[dict[str, float]]
+    log: list[dict[str, Any]]
 
-    def tokens_at(self, step: float) -> int:
+    def tokens_at(self, step: int) -> int:
         """Tokens seen after `step` steps."""
         phases = self.config["phases"]
         ends = [phase["start"] for phase in phases[1:]] + [step]

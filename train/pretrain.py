@@ -22,10 +22,11 @@ from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
 from dejax.model import Transformer, logits_of
 from dejax.pytree import pytree
-from dejax.sharding import DATA, data_mesh, per_shard, replicate, split_batch
+from dejax.sharding import add_shards, data_mesh, per_shard, replicate, split_batch
 from infer.arguments import Positional, parse
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
+from train.devices import use_cpu_devices
 from train.loop import LoopConfig, run
 from train.losses import cross_entropy, gate_concentration, load_balance
 from train.optimizer import OptimizerConfig, make_optimizer
@@ -108,22 +109,21 @@ def loss_fn(
     total = cross_entropy(
         partial(logits_of, outer), rows, batch["targets"].reshape(-1), batch["mask"].reshape(-1)
     )
-    add = partial(jax.lax.psum, axis_name=DATA)
-    counted = add(total.count)
+    counted = add_shards(total.count)
     experts = definition.config.moe.num_experts
-    counts = add(expert_counts(taps.routing.ids, batch["mask"], num_experts=experts))
+    counts = add_shards(expert_counts(taps.routing.ids, batch["mask"], num_experts=experts))
     load = counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)
     share = batch["mask"].sum() / counted
     balance = share * load_balance(taps.routing.scores, load, batch["mask"]).mean()
     spread = share * gate_concentration(taps.routing.gates, batch["mask"])
     loss = total.sum / jnp.maximum(counted, 1)
     metrics = {
-        "loss": add(loss),
-        "balance": add(balance),
-        "concentration": add(spread),
+        "loss": add_shards(loss),
+        "balance": add_shards(balance),
+        "concentration": add_shards(spread),
         "load_max": load.max() * experts,
         "load_min": load.min() * experts,
-        "top1_gate": add(share * taps.routing.gates[..., 0].mean()),
+        "top1_gate": add_shards(share * taps.routing.gates[..., 0].mean()),
     }
     return loss + config.balance_weight * balance + config.spread_weight * spread, metrics
 
@@ -144,7 +144,7 @@ def make_step(
     def gradients(params: StackedParams, batch: dict[str, Array]):
         loss = partial(loss_fn, definition=definition, config=config)
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
-        return jax.lax.psum(grads, DATA), metrics
+        return add_shards(grads), metrics
 
     sharded = per_shard(gradients, mesh)
 
@@ -220,7 +220,7 @@ def main(argv: list[str]) -> int:
     """Runs `dejax pretrain`."""
     args = parse(Arguments, argv, prog="dejax pretrain", description="Pretrain a small MoE.")
     config = load_config(args.config, args.set)
-    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    use_cpu_devices(config.cpu_devices)
     mesh = data_mesh()
     model_config = families.model_config(config.model)
     definition, params = init_params(model_config, config.seed)

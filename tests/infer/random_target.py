@@ -1,8 +1,8 @@
 """Random targets made without a checkpoint: the shapes that decoding has to cope with.
 
-Float64 targets need JAX's 64-bit mode around whatever makes or runs them. Weights come from NumPy, so
-that a target is the same on every machine; their scales are such that the short draft path agrees with
-the target on some tokens and not on others.
+Float64 targets need JAX's 64-bit mode around whatever makes or runs them. Weights come from NumPy,
+so that a target is the same on every machine; their scales are such that the short draft path
+agrees with the target on some tokens and not on others.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ SHAPES = {
 def random_target(
     config: ModelConfig | str = "shared", *, dtype=jnp.float64, seed: int = 0, tokenizer=None
 ) -> Target:
-    """A target of a configuration, or of one of `SHAPES` by name, with nothing left at its default."""
+    """A target of a configuration, or of one of `SHAPES` by name; no weight is a default."""
     config = SHAPES[config] if isinstance(config, str) else config
     rng = np.random.default_rng(seed)
 

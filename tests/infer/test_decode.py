@@ -1,4 +1,4 @@
-"""The decode loop under drafters that are wrong, lucky or hostile, and what becomes of the KV cache.
+"""The decode loop under wrong, lucky and hostile drafters, and what becomes of the KV cache.
 
 Everything in float64. The yardstick is autoregressive decoding through the same loop, which
 `test_lossless` holds against whole forward passes.
@@ -29,7 +29,7 @@ from tests.infer.random_target import (
 
 PROMPT = random_prompt(20, seed=4)
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, seed=9)
-NEW = 14
+NEW = 10
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,10 @@ def echo(tokens, prompt=PROMPT):
     return Echo()
 
 
+def nobody(tokens, prompt=PROMPT):
+    return None
+
+
 DRAFTERS = [oracle, wrong, mostly_right, noise, echo]
 
 
@@ -128,7 +132,7 @@ DRAFTERS = [oracle, wrong, mostly_right, noise, echo]
 @pytest.mark.parametrize("make", DRAFTERS, ids=lambda make: make.__name__)
 def test_no_drafter_changes_a_token(engine, make, sampling):
     tokens, reason = outcome(run(engine, sampling=sampling))
-    for length in (1, 3, 10, ROW_BUCKETS[-1] - 1):
+    for length in (1, 3, ROW_BUCKETS[-1] - 1):
         trace = run(engine, drafter=make(tokens), sampling=sampling, draft_length=length)
         assert outcome(trace) == (tokens, reason)
         for record in rounds(trace):
@@ -167,7 +171,7 @@ def test_a_drafter_is_told_every_token_at_its_position(engine):
 
 
 @pytest.mark.parametrize("routes", ["none", "random", "all", "wrong"])
-@pytest.mark.parametrize("budget", [0, 3, "cache"])
+@pytest.mark.parametrize("budget", [3, "cache"])
 def test_predicted_routes_change_no_token(engine, routes, budget):
     tokens, _ = outcome(run(engine))
     pairs = engine.residency._pairs
@@ -199,17 +203,15 @@ def test_a_drafter_that_says_nothing_finite_is_a_clean_failure(engine):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("make", [*DRAFTERS, lambda tokens: None], ids=lambda m: m.__name__)
-@pytest.mark.parametrize("end", range(9))
+@pytest.mark.parametrize("make", [nobody, oracle, mostly_right, noise], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("end", [0, 2, 3, 6])
 def test_an_end_token_ends_anywhere_in_a_draft(target, engine, make, sampling, end):
     tokens, _ = outcome(run(engine, sampling=sampling))
     end = tokens.index(tokens[end])  # where it comes first
     with Decoder(with_eos(target, tokens[end], VOCAB + 7)) as decoder:
-        for length in (3, 8):
-            trace = run(
-                decoder.engine, drafter=make(tokens), sampling=sampling, draft_length=length
-            )
-            assert outcome(trace) == (tokens[: end + 1], "eos")
+        drafter = make(tokens)
+        trace = run(decoder.engine, drafter=drafter, sampling=sampling, draft_length=4)
+        assert outcome(trace) == (tokens[: end + 1], "eos")
 
 
 def test_end_tokens_are_passed_over_on_request(target, engine):
@@ -229,18 +231,16 @@ def test_a_drafter_that_proposes_the_end_does_not_end_anything(target, engine):
             assert outcome(trace) == (tokens, "length")
 
 
-@pytest.mark.parametrize("make", DRAFTERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [oracle, wrong, mostly_right], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
 def test_the_context_ends_every_mode_at_the_same_token(engine, make, room):
     prompt = random_prompt(CONTEXT - room)
     trace = run(engine, prompt)
     tokens, reason = outcome(trace)
     assert len(tokens) == room and reason == "context"
-    for length in (1, 4, 32):
-        drafter = make(tokens, prompt)
-        trace = run(engine, prompt, drafter=drafter, draft_length=length)
-        assert outcome(trace) == (tokens, reason)
-        assert all(len(r.drafted) <= max(0, CONTEXT - r.committed - 1) for r in rounds(trace))
+    trace = run(engine, prompt, drafter=make(tokens, prompt), draft_length=8)
+    assert outcome(trace) == (tokens, reason)
+    assert all(len(r.drafted) <= max(0, CONTEXT - r.committed - 1) for r in rounds(trace))
 
 
 @pytest.mark.parametrize("new", [1, 2, 3])
@@ -258,7 +258,6 @@ def test_few_new_tokens(engine, new, make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "best"}, "mode 'best' is unknown; expected one of ar, top-r, draft-expert"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"r": 0}, "r is 0"),
         ({"control": ControlConfig(draft_length=33)}, "draft_length"),

@@ -1,7 +1,8 @@
-"""The engine against whole forward passes: trees, padding, groups of experts, the draft path, copies.
+"""The engine against whole forward passes: trees, padding, groups of experts, draft path, copies.
 
-In float64 a row's logits may differ between passes of different sizes by the order of additions inside a
-matrix product, some 1e-14 of their scale: 1e-10 is far above that and far below any real difference.
+In float64 a row's logits may differ between passes of different sizes by the order of additions
+inside a matrix product, some 1e-14 of their scale: 1e-10 is far above that and far below any real
+difference.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ def test_prompts_that_do_not_fit(engine):
 
 @st.composite
 def trees(draw):
-    """Tokens and parents (-1: the committed sequence) of up to nine rows, and an order of the rows."""
+    """Tokens and parents (-1: the committed sequence) of up to nine rows, and an order of them."""
     size = draw(st.integers(1, 9))
     parents = [draw(st.integers(-1, row - 1)) for row in range(size)]
     tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size))
@@ -221,7 +222,7 @@ def test_draft_rows_are_the_draft_path_after_a_target_prefix(target, with_draft,
 
 
 def mixed_path(target, draft, prompt, tokens, r):
-    """Logits of `tokens` from one pass: the target's experts for the prompt, the draft path after."""
+    """Logits of `tokens` from one pass: the target's experts for the prompt, then the draft path."""
     ids = jnp.asarray([prompt + tokens], jnp.int32)
     drafted = jnp.arange(ids.shape[1]) >= len(prompt)
     x = embed(target.model, ids, target.compute_dtype)

@@ -1,7 +1,7 @@
 """T0: in float64, every mode emits the tokens of autoregressive decoding, whatever the settings.
 
-The yardstick of autoregressive decoding is a loop that knows nothing of the engine: one forward pass
-over the whole sequence a token. All other modes are held against autoregressive decoding.
+The yardstick of autoregressive decoding is a loop that knows nothing of the engine: one forward
+pass over the whole sequence a token. All other modes are held against autoregressive decoding.
 """
 
 import contextlib
@@ -193,7 +193,7 @@ def test_autoregressive_decoding_is_the_argmax_of_whole_forward_passes(lab, shap
 
 
 def places(experts: int):
-    """Caches of nothing, one expert, half and all; both stores; the real link and simulated ones."""
+    """Caches of nothing, one expert, half and all; both stores; real and simulated links."""
     return st.builds(
         Place,
         device_cache=st.sampled_from([0, 1, experts // 2, None]),

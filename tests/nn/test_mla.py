@@ -24,11 +24,14 @@ WIDTH, LENGTH, SLOTS = 12, 9, 16
 
 @pytest.fixture(scope="module")
 def layer():
-    layer = MLA(CONFIG, WIDTH, rngs=nnx.Rngs(0))
+    definition, shapes = nnx.split(nnx.eval_shape(lambda: MLA(CONFIG, WIDTH, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(1)
-    noise = lambda a: a + 0.3 * rng.standard_normal(a.shape, np.float32)  # noqa: E731
-    nnx.update(layer, jax.tree.map(noise, nnx.state(layer)))
-    return layer
+
+    def fill(leaf):
+        noise = rng.standard_normal(leaf.shape, np.float32) * leaf.shape[-1] ** -0.5
+        return jnp.asarray(noise if len(leaf.shape) == 2 else 1 + noise)
+
+    return nnx.merge(definition, jax.tree.map(fill, shapes))
 
 
 @pytest.fixture(scope="module")

@@ -52,10 +52,6 @@ def bytes_of(target) -> str:
     return digest.hexdigest()
 
 
-def with_steps(steps: int) -> DistillConfig:
-    return replace(CONFIG, loop=replace(CONFIG.loop, steps=steps))
-
-
 def same(one, other) -> bool:
     pairs = zip(*(jax.tree.leaves(d.stacked_params()) for d in (one, other)), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
@@ -129,13 +125,12 @@ def test_another_run_is_not_continued(straight, target, batch_at):
         run(target, resume=False)
 
 
-def test_given_parameters_are_started_from_and_left_alone(target, batch_at):
+def test_given_parameters_are_started_from_and_left_alone(straight, target, batch_at):
     teacher = as_teacher(target)
     initial = initial_draft(teacher, batch_at, CONFIG)
     kept = jax.tree.map(np.array, initial)
-    one, _ = distill(teacher, batch_at, with_steps(1), initial=initial)
-    other, _ = distill(teacher, batch_at, with_steps(1))
-    assert same(one, other)
+    draft, _ = distill(teacher, batch_at, CONFIG, initial=initial)
+    assert same(draft, straight[1])
     for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -206,10 +201,9 @@ def test_a_dry_run_reads_no_weights(inputs, tmp_path, capsys):
     assert plan["tokens"] == 3 * 4 * 32
     # Parameters and two moments in float32, and the optimizer's counters.
     assert 0 <= plan["state_bytes"] - 12 * plan["trained_params"] < 64
-    weights = plan["frozen_params"] * 4
-    assert plan["target_bytes"] == weights == (model / "model.safetensors").stat().st_size - (
-        (model / "model.safetensors").stat().st_size - weights
-    )
+    header = 64 * 1024  # the rest of the file is weights
+    assert plan["target_bytes"] == 4 * plan["frozen_params"]
+    assert 0 < (model / "model.safetensors").stat().st_size - plan["target_bytes"] < header
     assert plan["step_bytes"] > 0
     assert "trained params" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "plan.json"]

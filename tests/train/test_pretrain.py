@@ -1,4 +1,4 @@
-"""Pretraining from end to end on a few tokens: it learns, resumes to the bit, and writes a target."""
+"""Pretraining end to end on a few tokens: it learns, resumes to the bit, and writes a target."""
 
 import json
 from pathlib import Path
