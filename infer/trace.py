@@ -28,7 +28,8 @@ class Round:
       committed: committed tokens before it, the pending one included.
       drafted: tokens sent to verification; parents: the row each follows (0 is the pending token).
       confidences: the drafter's confidence in each drafted token.
-      draft_passes: draft passes run (one more than drafted tokens where a look was in vain).
+      draft_passes: passes run over the pending token, over the drafted ones (the last may go
+        without) and over a token that was looked at and dropped.
       draft_routes: the experts that the draft router chose, one list of pairs a pass.
       draft_used: pairs whose weights the draft passes read.
       required: pairs that the target pass used; rows_routes: the same, row by row.

@@ -5,7 +5,7 @@ wrote, teacher-forced: the target reads the text itself, not what it would have 
 """
 
 import json
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,17 @@ def held_out_loss(
             f"{file}: cannot be read ({error}); run `python -m train.trigram DIR`"
         ) from None
     sources = make_source(data, seq_len, "heldout")
+    sizes = {}
+    for kind, source in sources.items():
+        rows = (source[index] for index in range(len(source)))
+        counted = np.concatenate([row["targets"][row["mask"] > 0] for row in rows])
+        sizes[kind] = len(counted), int(byte_lengths[counted].sum())
+        known = trigram.get(kind, {}).get("tokens")
+        if known != len(counted):
+            raise UsageError(
+                f"{file}: {known} tokens of {kind}, the held-out split has {len(counted)}; run "
+                "`python -m train.trigram DIR` again"
+            )
     bits = bits_per_byte(
         teacher.definition,
         teacher.params,
@@ -73,37 +84,20 @@ def held_out_loss(
         seq_len=seq_len,
         most=max(len(source) for source in sources.values()),
     )
-    found: dict[str, Numbers] = {}
-    total: dict[str, float] = {"bits": 0.0, "tokens": 0, "bytes": 0}
-    for kind, source in sources.items():
-        rows = (source[index] for index in range(len(source)))
-        counted = np.concatenate([row["targets"][row["mask"] > 0] for row in rows])
-        n_bytes = int(byte_lengths[counted].sum())
-        size = {
-            "bits": bits[f"bpb_{kind}"] * n_bytes,
-            "tokens": len(counted),
-            "bytes": n_bytes,
-        }
-        total = {name: total[name] + size[name] for name in total}
-        found[kind] = _beside_trigram(kind, size, trigram, file)
-    return found | {"all": _beside_trigram("all", total, trigram, file)}
-
-
-def _beside_trigram(kind: str, size: Mapping[str, float], trigram: Numbers, file: Path) -> Numbers:
-    other = trigram.get(kind, {})
-    if other.get("tokens") != size["tokens"]:
-        raise UsageError(
-            f"{file}: {other.get('tokens')} tokens of {kind}, the held-out split has "
-            f"{size['tokens']:.0f}; run `python -m train.trigram DIR` again"
-        )
-    bits = size["bits"] / size["bytes"]
+    rows = [
+        (kind, bits[f"bpb_{kind}"] * n_bytes, n, n_bytes) for kind, (n, n_bytes) in sizes.items()
+    ]
+    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
     return {
-        "bits_per_byte": bits,
-        "loss": size["bits"] * np.log(2) / size["tokens"],
-        "tokens": int(size["tokens"]),
-        "bytes": int(size["bytes"]),
-        "trigram": other["bits_per_byte"],
-        "ratio": bits / other["bits_per_byte"],
+        kind: {
+            "bits_per_byte": n_bits / n_bytes,
+            "loss": n_bits * math.log(2) / tokens,
+            "tokens": tokens,
+            "bytes": n_bytes,
+            "trigram": trigram[kind]["bits_per_byte"],
+            "ratio": n_bits / n_bytes / trigram[kind]["bits_per_byte"],
+        }
+        for kind, n_bits, tokens, n_bytes in rows
     }
 
 

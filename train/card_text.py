@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Numbers = dict[str, Any]
+Number = int | float
 
 MARGIN = 0.15
 """Nats a token that the routed experts have to be worth."""
@@ -83,20 +84,20 @@ def _is_number(cell: Any) -> bool:
     return re.fullmatch(r"[-+]?[\d,.]*( %)?", str(cell)) is not None
 
 
-def _fixed(value: float | None, digits: int = 3) -> str:
+def _fixed(value: Number | None, digits: int = 3) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
+def _percent(value: Number | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _count(value: float) -> str:
+def _count(value: Number) -> str:
     return f"{value:,.0f}"
 
 
-def _millions(value: float, digits: int = 2) -> str:
-    return f"{value / 1e6:.{digits}f} M"
+def _millions(value: Number) -> str:
+    return f"{value / 1e6:.1f} M"
 
 
 def _yes(holds: bool) -> str:
@@ -119,8 +120,8 @@ def _head(numbers: Numbers, numbers_file: str) -> str:
     front += "pipeline_tag: text-generation\ntags: [mixture-of-experts, tiny]\n---"
     about = _prose(
         f"A `{model['config']['family']}` mixture of experts of "
-        f"{_millions(model['parameters'], 1)} parameters, trained from scratch on "
-        f"{_millions(run['tokens'], 1)} tokens. It is small enough to come with dejax, so that "
+        f"{_millions(model['parameters'])} parameters, trained from scratch on "
+        f"{_millions(run['tokens'])} tokens. It is small enough to come with dejax, so that "
         "demo, tests and documentation run offline on real text and real routing. It is a test "
         "object, not an assistant.",
     )
@@ -392,7 +393,7 @@ def _limits(numbers: Numbers) -> str:
         "Not for use as an assistant, nor for anything that relies on what it says. It has learned "
         "the form of answers, code and prose, not facts, arithmetic or instructions: expect "
         "fluent nonsense.",
-        f"{_millions(run['tokens'], 1)} tokens and {_millions(model['parameters'], 1)} parameters "
+        f"{_millions(run['tokens'])} tokens and {_millions(model['parameters'])} parameters "
         "are little; English and Python only.",
         "It repeats itself, the more so when greedy: of the 4-grams in the samples above, "
         f"{_percent(distinct['greedy'])} are distinct (greedy), {_percent(distinct['seeded'])} "

@@ -235,7 +235,7 @@ def copy_tensors(
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with write_whole(path) as unfinished, unfinished.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)

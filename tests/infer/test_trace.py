@@ -88,8 +88,10 @@ def test_every_record_adds_up(target, settings):
         assert all(len(row) == k * layers for row in record.rows_routes)
         assert record.required == frozenset().union(*record.rows_routes)
         assert record.resident <= record.required
-        assert len(record.draft_routes) == record.draft_passes <= drafted + 1
-        assert len(record.draft_routes) >= drafted
+        # A pass over the pending token and one over each drafted token; the last may go without
+        # one, and a dropped token may have had one.
+        assert len(record.draft_routes) == record.draft_passes
+        assert drafted <= record.draft_passes <= drafted + 2
         predicted = frozenset().union(*record.draft_routes)
         assert record.draft_used <= predicted and record.prefetched <= predicted
         assert len(record.draft_used) <= r * layers * record.draft_passes

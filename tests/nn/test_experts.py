@@ -8,12 +8,11 @@ import pytest
 from dejax.nn.experts import expert_output, experts_of_rows, experts_of_tokens, unique_weights
 
 E, F, D = 6, 5, 8
-sum_of_rows = jax.jit(experts_of_rows)
 
 
 @pytest.fixture(scope="module")
 def stack():
-    return jax.random.normal(jax.random.key(0), (E, 3, F, D))
+    return jnp.asarray(np.random.default_rng(0).standard_normal((E, 3, F, D), np.float32))
 
 
 def silu(x):
@@ -31,6 +30,10 @@ def by_hand(h, ids, gates, stack):
     return rows
 
 
+# Eager operations compile one by one.
+sum_of_rows, weights_of = jax.jit(experts_of_rows), jax.jit(unique_weights)
+
+
 def routed(rows, k, seed):
     rng = np.random.default_rng(seed)
     h = rng.standard_normal((rows, D), np.float32)
@@ -41,12 +44,12 @@ def routed(rows, k, seed):
 def test_one_expert(stack):
     h, _, _ = routed(4, 1, 0)
     expected = by_hand(h, np.full((4, 1), 2), np.ones((4, 1)), stack)
-    np.testing.assert_allclose(expert_output(h, stack[2]), expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(expert_output)(h, stack[2]), expected, atol=1e-5)
 
 
 def test_weights_of_unique_experts():
     ids, gates = jnp.array([[3, 1], [1, 5]]), jnp.array([[0.5, 0.25], [2.0, 4.0]])
-    weights = unique_weights(ids, gates, jnp.array([1, 3, 5, -1]))
+    weights = weights_of(ids, gates, jnp.array([1, 3, 5, -1]))
     np.testing.assert_array_equal(weights, [[0.25, 0.5, 0, 0], [2, 0, 4, 0]])
 
 
@@ -56,7 +59,7 @@ def test_both_functions_are_the_sum(stack, rows, k, block):
     expected = by_hand(h, ids, gates, stack)
     tokens = experts_of_tokens(h, ids, gates, stack, block=block)
     np.testing.assert_allclose(tokens, expected, atol=2e-5)
-    weights = unique_weights(ids, gates, jnp.arange(E))
+    weights = weights_of(ids, gates, np.arange(E))
     np.testing.assert_allclose(sum_of_rows(h, weights, tuple(stack)), expected, atol=2e-5)
 
 
@@ -77,7 +80,7 @@ def test_a_row_knows_nothing_of_the_other_experts_of_the_pass(stack):
 
     def output(unique, before=None):
         experts = tuple(stack[max(expert, 0)] for expert in unique)
-        weights = unique_weights(ids, gates, jnp.array(unique))
+        weights = weights_of(ids, gates, np.array(unique))
         return sum_of_rows(h, weights, experts, before=before)
 
     alone = output((1, 4))

@@ -8,6 +8,7 @@ from flax import nnx
 
 from dejax.config import MLAConfig, RopeConfig, YarnConfig
 from dejax.nn.mla import MLA, init_cache
+from tests.nn.filled import filled
 
 YARN = YarnConfig(factor=4.0, original_context=8, mscale=1.0, mscale_all_dim=0.5)
 CONFIG = MLAConfig(
@@ -24,19 +25,12 @@ WIDTH, LENGTH, SLOTS = 12, 9, 16
 
 @pytest.fixture(scope="module")
 def layer():
-    definition, shapes = nnx.split(nnx.eval_shape(lambda: MLA(CONFIG, WIDTH, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
-
-    def fill(leaf):
-        noise = rng.standard_normal(leaf.shape, np.float32) * leaf.shape[-1] ** -0.5
-        return jnp.asarray(noise if len(leaf.shape) == 2 else 1 + noise)
-
-    return nnx.merge(definition, jax.tree.map(fill, shapes))
+    return filled(lambda rngs: MLA(CONFIG, WIDTH, rngs=rngs))
 
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(2), (LENGTH, WIDTH))
+    return jnp.asarray(np.random.default_rng(2).standard_normal((LENGTH, WIDTH), np.float32))
 
 
 @nnx.jit

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from dejax.config import MoEConfig
 from dejax.nn.router import Router
+from tests.nn.filled import apply, filled
 
 GREEDY = MoEConfig(num_experts=8, top_k=3, expert_width=4, shared_width=0, first_dense=0)
 GROUPED = dataclasses.replace(GREEDY, groups=4, groups_kept=2)
@@ -17,9 +17,9 @@ GROUPED = dataclasses.replace(GREEDY, groups=4, groups_kept=2)
 
 def route(config, logits, dtype=jnp.float32):
     """Routing of rows whose logits are given: the router's weight is the identity."""
-    router = Router(config, config.num_experts, rngs=nnx.Rngs(0))
-    router.weight = nnx.Param(jnp.eye(config.num_experts, dtype=dtype))
-    return router(jnp.asarray(logits, dtype))
+    router = filled(lambda rngs: Router(config, config.num_experts, dtype=dtype, rngs=rngs))
+    router.weight[...] = jnp.asarray(np.eye(config.num_experts), dtype)
+    return apply(router, jnp.asarray(np.array(logits), dtype))
 
 
 def softmax(x):
@@ -87,7 +87,7 @@ def test_scores_are_at_least_float32():
 
 
 def test_the_product_is_exact_on_accelerators_too():
-    router = Router(GREEDY, 8, rngs=nnx.Rngs(0))
+    router = filled(lambda rngs: Router(GREEDY, 8, rngs=rngs))
     jaxpr = str(jax.make_jaxpr(lambda h: router(h).scores)(jnp.ones((2, 8))))
     assert "HIGHEST" in jaxpr
 

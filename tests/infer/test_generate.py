@@ -1,0 +1,303 @@
+"""`generate` and `dejax generate`: prompts in, the JSON contract out, one line for a wrong call."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dejax import cli
+from dejax.ckpt.draft_state import save_draft
+from dejax.errors import UsageError
+from dejax.spec.control import ControlConfig
+from dejax.target import load_target
+from infer import generate as generate_module
+from infer.generate import encode_prompt, generate
+from infer.trace import read_trace
+from tests.infer.random_target import draft_of
+from tests.train.small_model import VOCAB, write_model
+
+CONTRACT = {
+    *("id", "prompt", "prompt_tokens", "tokens", "text", "finish_reason", "mode", "lossless"),
+    "stats",
+}
+STATS = {
+    *("drafted", "accepted", "acceptance_rate", "rounds", "emitted", "tokens_per_round"),
+    *("alpha_pos", "unique_layer_experts", "prefetch_recall", "prefetch_precision", "loads"),
+    *("prefill_seconds", "decode_seconds", "decode_tps"),
+}
+SHORT = ControlConfig(draft_length=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder)
+
+
+def tokens_of(results):
+    return [result.tokens for result in results]
+
+
+# Prompts.
+
+
+def test_prompts_are_texts_token_ids_or_records(target):
+    text = "the draft path"
+    ids = encode_prompt(target, text)
+    record = {"id": 7, "prompt": text, "task": "chat", "turns": [1, 2], "text": "not ours"}
+    results = generate(target, [text, ids, record], max_new_tokens=4)
+    assert [result.id for result in results] == ["0", "1", "7"]
+    assert [result.prompt for result in results] == [text, "", text]
+    assert [result.prompt_tokens for result in results] == [ids] * 3
+    assert tokens_of(results) == [results[0].tokens] * 3
+    assert results[0].text == target.tokenizer.decode(results[0].tokens, skip_special_tokens=True)
+    plain = results[2].to_json()
+    assert set(plain) == CONTRACT | {"task", "turns"}  # other keys pass through
+    assert plain["turns"] == [1, 2] and plain["text"] == results[0].text
+    assert set(results[0].to_json()) == CONTRACT
+
+
+def test_the_chat_template_is_used_unless_told_otherwise(target):
+    (chat,) = generate(target, ["the draft"], max_new_tokens=1)
+    (plain,) = generate(target, ["the draft"], max_new_tokens=1, chat=False)
+    assert plain.prompt_tokens == target.tokenizer.encode("the draft")
+    assert len(chat.prompt_tokens) > len(plain.prompt_tokens)
+    assert "the draft" in target.tokenizer.decode(chat.prompt_tokens)
+
+
+def test_a_target_without_tokenizer_takes_token_ids_only(target):
+    bare = dataclasses.replace(target, tokenizer=None)
+    (result,) = generate(bare, [[1, 2, 3]], max_new_tokens=2)
+    assert result.text == "" and len(result.tokens) == 2
+    with pytest.raises(UsageError, match="has no tokenizer; give prompts as token ids"):
+        generate(bare, ["the draft"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], "prompt 0 has no tokens"),
+        ([[1], [2, -1]], f"prompt 1 has token -1; the vocabulary has {VOCAB} tokens"),
+        ([[VOCAB]], f"prompt 0 has token {VOCAB}"),
+        ([[1] * 128], "prompt 0 has 128 tokens; the context of 128 leaves no room for a new one"),
+        ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], "two prompts have the id 'a'"),
+        ([{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "y"}], "two prompts have the id '1'"),
+        ([{"id": "a"}], "prompt a has no text under 'prompt'"),
+        ([{"id": "a", "prompt": [1]}], "prompt a has no text under 'prompt'"),
+        ("the draft path", "prompts is one text; expected a list of prompts"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded(target, prompts, message):
+    with pytest.raises(UsageError, match=message):
+        generate(target, prompts)
+
+
+def test_no_prompts_is_no_work(target):
+    assert generate(target, []) == []
+
+
+def test_ends_near_the_context(target):
+    for length, new, expected, reason in [
+        (127, 9, 1, "context"),
+        (120, 9, 8, "context"),
+        (120, 8, 8, "length"),
+        (119, 8, 8, "length"),
+    ]:
+        (result,) = generate(target, [[9] * length], max_new_tokens=new)
+        assert (len(result.tokens), result.finish_reason) == (expected, reason)
+
+
+def test_capacity_is_rounded_up_and_changes_nothing(target, monkeypatch):
+    prompts = [[5] * 30, [6] * 7]
+    expected = tokens_of(generate(target, prompts, max_new_tokens=20))
+    monkeypatch.setattr(generate_module, "CAPACITY_STEP", 50)  # exactly the longest
+    results = generate(target, prompts, max_new_tokens=20)
+    assert tokens_of(results) == expected
+    assert all(result.finish_reason == "length" for result in results)
+
+
+# Modes.
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 40, "seed": 3}])
+def test_every_mode_gives_the_same_tokens_and_the_contract(target, sampling):
+    prompts, draft = ["the draft path", "experts"], draft_of(target)
+    expected = generate(target, prompts, max_new_tokens=12, **sampling)
+    for mode, options in [
+        ("top-r", {"r": 2, "device_cache": None}),
+        ("draft-expert", {"draft": draft, "link": "sim:10", "prefetch": False}),
+    ]:
+        seen = []
+        results = generate(
+            target,
+            prompts,
+            mode=mode,
+            max_new_tokens=12,
+            control=SHORT,
+            on_round=lambda index, record, seen=seen: seen.append((index, record)),
+            **sampling,
+            **options,
+        )
+        assert tokens_of(results) == tokens_of(expected)
+        assert seen == [(i, record) for i, r in enumerate(results) for record in r.trace]
+        for result, reference in zip(results, expected, strict=True):
+            plain = json.loads(json.dumps(result.to_json(), allow_nan=False))
+            assert plain["mode"] == mode and plain["lossless"] is True
+            assert plain["finish_reason"] == reference.finish_reason
+            assert STATS <= set(plain["stats"])
+            assert set(plain["stats"]["loads"]) == {"draft", "prefetch", "demand"}
+            for entry in plain["stats"]["loads"].values():
+                assert set(entry) == {"count", "bytes", "seconds"}
+            assert plain["stats"]["emitted"] == len(plain["tokens"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "top-r", "r": 4}, "r is 4; the target routes to 3 experts per token"),
+        ({"mode": "top-r", "r": 99}, "r is 99; the target routes to 3 experts per token"),
+        ({"mode": "draft-expert"}, "mode draft-expert needs draft experts"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number >= 0"),
+        ({"top_p": 0.0}, "top_p must be a number above 0"),
+        ({"seed": -1}, "seed must be an integer from 0"),
+        ({"link": "sim:0"}, "link 'sim:0'"),
+        ({"device_cache": -1}, "expected >= 0"),
+        ({"host_cache": 100}, "is not converted and its experts .* exceed the host cache .100"),
+    ],
+)
+def test_options_that_do_not_fit(target, options, message):
+    with pytest.raises(UsageError, match=message):
+        generate(target, ["the draft"], **options)
+
+
+def test_draft_experts_of_another_target_are_refused(target):
+    other = dataclasses.replace(draft_of(target), identity="another")
+    with pytest.raises(
+        UsageError, match=f"trained for target another, not for .*{target.identity}"
+    ):
+        generate(target, ["the draft"], mode="draft-expert", draft=other)
+
+
+# The program.
+
+
+def test_the_program_writes_json_and_trace(folder, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": "a", "prompt": "the draft"}, {"prompt": "experts", "task": "chat"}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    out, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    base = ["generate", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6"]
+    drafting = ["--mode", "draft-expert", "--draft", "init:2", "--draft-length", "2"]
+    assert cli.main([*base, *drafting, "--json", str(out), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr()
+    assert "6 tokens" not in printed.out and "accepted" in printed.err
+    (written,) = json.loads(out.read_text()).items()
+    assert written[0] == "generations" and [g["id"] for g in written[1]] == ["a", "2"]
+    assert [g.get("task") for g in written[1]] == [None, "chat"]
+    assert printed.out.splitlines() == [f"[{g['id']}] {g['text']}" for g in written[1]]
+    header, rounds = read_trace(trace)
+    assert header["mode"] == "draft-expert" and list(rounds) == ["a", "2"]
+    for generation in written[1]:
+        emitted = [t for record in rounds[generation["id"]] for t in record.emitted]
+        assert emitted == generation["tokens"]
+    assert cli.main([*base, "--json", "-"]) == 0
+    again = json.loads(capsys.readouterr().out)["generations"]  # nothing else is printed there
+    assert [g["tokens"] for g in again] == [g["tokens"] for g in written[1]]
+
+
+def complaint(argv, capsys):
+    """What a wrong call prints: one line, on standard error, with exit status 2."""
+    assert cli.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    *progress, line = printed.err.splitlines()
+    assert all(text.startswith("decode: 0") for text in progress)
+    return line.removeprefix("dejax: error: ")
+
+
+PROMPT = ["--prompt", "x"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*PROMPT, "--r", "0"], "--r: '0' is out of range; expected a whole number >= 1"),
+        ([*PROMPT, "--budget", "-1"], "--budget: '-1' is out of range"),
+        ([*PROMPT, "--budget", "most"], "--budget: 'most' is not a whole number"),
+        ([*PROMPT, "--device-cache", "-1"], "--device-cache: '-1' is not a size"),
+        ([*PROMPT, "--host-cache", "-5MiB"], "--host-cache: '-5MiB' is not a size"),
+        ([*PROMPT, "--max-new-tokens", "0"], "--max-new-tokens: '0' is out of range"),
+        ([*PROMPT, "--temperature", "-1"], "--temperature: '-1' is out of range"),
+        ([*PROMPT, "--temperature", "nan"], "--temperature: 'nan' is not a number"),
+        ([*PROMPT, "--top-k", "-1"], "--top-k: '-1' is out of range"),
+        ([*PROMPT, "--top-p", "1.5"], "top_p must be a number above 0 and at most 1"),
+        ([*PROMPT, "--seed", "4294967296"], "seed must be an integer from 0 to 4294967295"),
+        ([*PROMPT, "--tau", "-0.1"], "--tau: '-0.1' is out of range"),
+        ([*PROMPT, "--link", "sim:0"], "link 'sim:0': expected real"),
+        ([*PROMPT, "--link", "fast"], "link 'fast': expected real"),
+        ([*PROMPT, "--mode", "best"], "--mode: 'best' is not one of ar, top-r, draft-expert"),
+        ([*PROMPT, "--controller", "x"], "--controller: 'x' is not one of consumer, producer"),
+        ([*PROMPT, "--draft-length", "0"], "--draft-length: '0' is out of range"),
+        ([*PROMPT, "--draft-length", "33"], "draft_length"),
+        ([*PROMPT, "--mode", "top-r", "--r", "4"], "r is 4; the target routes to 3 experts"),
+        ([*PROMPT, "--dtype", "int8"], "dtype 'int8' is unknown"),
+        ([*PROMPT, "--no-such-flag"], "unknown option --no-such-flag"),
+        ([*PROMPT, "--draft", "init"], "--draft is for --mode draft-expert, not ar"),
+        ([*PROMPT, "--mode", "draft-expert"], "--mode draft-expert needs --draft"),
+        ([*PROMPT, "--prompts", "f"], "give either --prompt TEXT or --prompts FILE"),
+        ([], "give either --prompt TEXT or --prompts FILE"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["--prompt", "the " * 200], "leaves no room for a new one"),
+        (["--prompt", "", "--no-chat"], "prompt 0 has no tokens"),
+        ([*PROMPT, "--host-cache", "1KiB"], "exceed the host cache (1024 bytes); run: dejax conv"),
+        (
+            [*PROMPT, "--mode", "draft-expert", "--draft", "nowhere"],
+            "nowhere does not exist; expected an adapter folder",
+        ),
+        ([*PROMPT, "--mode", "draft-expert", "--draft", "init:x"], "'x' is not a whole number"),
+    ],
+    ids=lambda value: " ".join(value[-2:])[:40] if isinstance(value, list) else "",
+)
+def test_a_wrong_call_is_one_line(folder, capsys, argv, message):
+    assert message in complaint(["generate", str(folder), *argv], capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no prompts; expected JSON lines"),
+        (b"\n \n", "no prompts; expected JSON lines"),
+        (b"hello", "line 1 is not JSON"),
+        (b'{"id": "a"}', "line 1: no prompt; expected an object"),
+        (b'{"prompt": 3}', "line 1: prompt is 3; expected a string"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "two prompts have the id 1"),
+    ],
+)
+def test_a_wrong_prompt_file_is_one_line(folder, tmp_path, capsys, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    assert message in complaint(["generate", str(folder), "--prompts", str(path)], capsys)
+
+
+def test_a_wrong_model_is_one_line(tmp_path, capsys):
+    for model, message in [
+        (tmp_path / "none", "does not exist; expected a model folder, or the name tiny"),
+        (tmp_path, "no config.json; expected a Hugging Face or converted folder"),
+    ]:
+        assert message in complaint(["generate", str(model), *PROMPT], capsys)
+    assert "MODEL" in complaint(["generate", *PROMPT], capsys)
+    assert "did you mean 'generate'?" in complaint(["generat", "x", *PROMPT], capsys)
+
+
+def test_an_adapter_of_another_target_is_one_line(folder, target, tmp_path, capsys):
+    other = dataclasses.replace(draft_of(target), identity="another")
+    adapter = save_draft(tmp_path / "adapter", other, target.config)
+    argv = ["generate", str(folder), *PROMPT, "--mode", "draft-expert", "--draft", str(adapter)]
+    line = complaint(argv, capsys)
+    assert "another" in line and target.identity in line

@@ -1,0 +1,189 @@
+"""`dejax inspect`: the published figures from a config alone, stored sizes where there are weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dejax.cli import main
+from dejax.target import load_target
+from infer.convert import convert
+from infer.inspect import inspect
+from tests.families.random_folder import raw_config, write_folder
+
+# config.json as published, and what the reference counts on its meta device.
+V2_LITE = dict(
+    architectures=["DeepseekV2ForCausalLM"],
+    attention_bias=False,
+    aux_loss_alpha=0.001,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    first_k_dense_replace=1,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=10944,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    model_type="deepseek_v2",
+    moe_intermediate_size=1408,
+    moe_layer_freq=1,
+    n_group=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts_per_tok=6,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rms_norm_eps=1e-06,
+    rope_scaling=dict(
+        type="yarn",
+        factor=40,
+        original_max_position_embeddings=4096,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+    ),
+    rope_theta=10000,
+    routed_scaling_factor=1.0,
+    scoring_func="softmax",
+    tie_word_embeddings=False,
+    topk_group=1,
+    topk_method="greedy",
+    torch_dtype="bfloat16",
+    v_head_dim=128,
+    vocab_size=102400,
+)
+V2 = V2_LITE | dict(
+    hidden_size=5120,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    n_group=8,
+    n_routed_experts=160,
+    num_attention_heads=128,
+    num_hidden_layers=60,
+    num_key_value_heads=128,
+    q_lora_rank=1536,
+    routed_scaling_factor=16.0,
+    topk_group=3,
+    topk_method="group_limited_greedy",
+)
+
+
+def config_folder(folder, raw):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_the_published_model_from_its_config(tmp_path, capsys):
+    """15.7 B parameters, of which 91.6 % are routed: 26.8 GiB, beside 2.4 GiB (the paper, fig. 1)."""
+    assert main(["inspect", str(config_folder(tmp_path / "DeepSeek-V2-Lite", V2_LITE))]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "DeepSeek-V2-Lite: deepseek_v2 (no weights here; sizes as bfloat16)"
+    for expected in (
+        "layers 27 (1 dense, 26 MoE)",
+        "routed experts 64 of width 1408, top-6",
+        "shared experts width 2816",
+        "attention MLA, 16 heads, ranks: query full, KV 512",
+        "context 163840, YaRN 40 x 4096",
+        "parameters 15.7 B",
+        "active a token 2.66 B (top-1 expert alone: 1.54 B)",
+        "KV cache a token 31.1 kB in bfloat16, 62.2 kB in float32",
+        "routed experts 14.4 B 91.6% bfloat16 26.8 GiB 28.8 GB",
+        "the rest 1.31 B 8.4% bfloat16 2.44 GiB 2.62 GB",
+        "all 15.7 B 29.3 GiB 31.4 GB",
+        "one expert 8.65 M bfloat16 16.5 MiB 17.3 MB",
+        "draft experts 225 M bfloat16 429 MiB 450 MB",
+        "8 GB 3.2 GB 277 of 1664 (17%)",
+        "24 GB 3.2 GB 1202 of 1664 (72%)",
+        "80 GB 3.2 GB all 1664",
+    ):
+        assert expected in lines
+
+
+@pytest.mark.parametrize(
+    "raw, total, routed, active",
+    [(V2_LITE, 15.706, 14.395, (2.66, 1.54)), (V2, 235.741, 222.718, (21.38, 14.42))],
+)
+def test_counts_are_those_of_the_reference(tmp_path, raw, total, routed, active):
+    found = inspect(config_folder(tmp_path / "m", raw))
+    assert round(found.total / 1e9, 3) == total and round(found.routed.params / 1e9, 3) == routed
+    assert (round(found.active / 1e9, 2), round(found.active_top1 / 1e9, 2)) == active
+    assert found.rest.params + found.routed.params == found.total
+    assert found.kind == "config" and found.identity is None
+
+
+def test_what_does_not_fit(tmp_path):
+    """235 B: the resident part of 26 GB alone is too much for two of the devices."""
+    found = inspect(config_folder(tmp_path / "m", V2))
+    assert [fit.experts is None for fit in found.fits] == [True, True, False]
+    last = found.fits[-1]
+    assert last.experts is not None and 0 < last.experts < found.layer_experts
+    used = last.fixed_bytes + last.experts * found.expert.bytes
+    assert last.memory_bytes - found.expert.bytes < used <= last.memory_bytes
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_sizes_are_those_stored(tmp_path, dtype, itemsize):
+    folder = write_folder(tmp_path / "m", dtype=dtype)
+    found = inspect(folder)
+    assert found.kind == "checkpoint" and found.identity == load_target(folder).identity
+    assert (found.routed.dtype, found.routed.bytes) == (dtype, found.routed.params * itemsize)
+    assert (found.rest.dtype, found.rest.bytes) == (dtype, found.rest.params * itemsize)
+    assert found.expert.bytes == 3 * 32 * 64 * itemsize
+
+
+def test_a_converted_folder(tmp_path):
+    folder = write_folder(tmp_path / "m")
+    convert(folder, tmp_path / "c", experts="bf16")
+    found, before = inspect(tmp_path / "c"), inspect(folder)
+    assert found.kind == "converted" and found.identity == before.identity
+    assert found.routed.bytes * 2 == before.routed.bytes and found.routed.dtype == "bfloat16"
+    assert found.rest == before.rest
+
+
+def test_a_model_without_moe_layers(tmp_path, capsys):
+    folder = config_folder(tmp_path / "m", raw_config(first_k_dense_replace=3))
+    assert main(["inspect", str(folder)]) == 0
+    assert "all 0" in capsys.readouterr().out
+
+
+def test_json(tmp_path, capsys):
+    folder = config_folder(tmp_path / "lite", V2_LITE)
+    assert main(["inspect", str(folder), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "lite" and found["total"] == 15706484224
+    assert found["routed"] == {
+        "params": 14394851328,
+        "dtype": "bfloat16",
+        "bytes": 28789702656,
+    }
+    assert found["routed_share"] == pytest.approx(0.9165, abs=1e-4)
+    assert found["config"]["attention"]["rope"]["yarn"]["factor"] == 40
+    assert [fit["experts"] for fit in found["fits"]] == [277, 1202, 1664]
+    assert main(["inspect", str(folder), "--json", str(tmp_path / "f.json")]) == 0
+    assert "15.7 B" in capsys.readouterr().out
+    assert json.loads((tmp_path / "f.json").read_text()) == found
+
+
+def test_a_fault_is_one_line(tmp_path, capsys):
+    folder = config_folder(tmp_path / "m", raw_config(hidden_act="gelu"))
+    assert main(["inspect", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"dejax: error: {folder}/config.json: hidden_act is 'gelu'; "
+        "expected 'silu' (the experts are SwiGLU)\n"
+    )
+
+
+def test_weights_that_are_there_must_be_right(tmp_path, capsys):
+    folder = write_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: np.dtype(np.float32).itemsize * 100])
+    assert main(["inspect", str(folder)]) == 2
+    assert "cut short" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""The demo from end to end on the embedded target, cut short."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dejax import cli
+from train import demo
+from train.closed_form import InitConfig
+from train.config_files import load_config
+from train.loop import LoopConfig
+
+
+@pytest.mark.slow
+def test_demo_end_to_end(monkeypatch, tmp_path, capsys):
+    short = dataclasses.replace(
+        load_config("distill_tiny"),
+        loop=LoopConfig(steps=3, log_every=1),
+        init=InitConfig(tokens=2048),
+        seq_len=128,
+    )
+    monkeypatch.setattr(demo, "load_config", lambda name: short)
+    original = demo.decode_prompts
+
+    def fewer(target, draft, **settings):
+        return original(target, draft, **(settings | {"count": 2, "tokens": 8}))
+
+    monkeypatch.setattr(demo, "decode_prompts", fewer)
+    results = tmp_path / "results.json"
+    status = cli.main(["demo", "--out", str(tmp_path / "out"), "--json", str(results)])
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    found = json.loads(results.read_text())
+    assert {"target", "distill", "arms", "modes", "seconds"} <= found.keys()
+    assert found["target"] == "tiny"
+    assert [arm["name"] for arm in found["arms"]] == [
+        "top-1",
+        "top-1 + mean residual",
+        "closed form",
+        "all losses",
+    ]
+    for arm in found["arms"]:
+        assert {"kl", "agreement", "router_agreement", "prefetch_recall"} < arm.keys()
+    assert len([row for row in found["modes"] if row["options"]["temperature"] > 0]) == 3
+    for row in found["modes"]:
+        assert row["identical_to_ar"] is True and row["divergences"] == []
+        if row["mode"] != "ar":
+            assert row["stats"]["drafted"] > 0
+    for title in ("teacher-forced", "Drafting 4 tokens", "Verification", "Decoding speed"):
+        assert title in shown.out
+    assert "simulated link" in shown.out
+    for name in ("speed", "acceptance", "unique_experts", "losses"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+    assert (tmp_path / "out" / "draft" / "adapter.safetensors").is_file()
+
+
+def test_demo_needs_a_target_that_is_there(tmp_path, capsys):
+    status = cli.main(["demo", "--target", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
+    assert status == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
