@@ -197,7 +197,7 @@ def check_dtype(dtype: str) -> Any:
     """The jax dtype of a name in `DTYPES`; UsageError otherwise, or without x64 for float64."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-    if dtype == "float64" and jnp.zeros((), np.float64).dtype != np.float64:
+    if dtype == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise UsageError("dtype float64 needs JAX's 64-bit mode: set JAX_ENABLE_X64=1")
     return jnp.dtype(dtype)
 

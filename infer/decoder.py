@@ -91,7 +91,8 @@ class Decoder:
             host_cache_bytes=offload.host_cache if store.path is not None else 0,
             link=offload.link,
             compute_dtype=dtype,
-            prefetch_bytes=2 * config.moe.top_k * len(config.moe_layers) * size,
+            # About what the rows of a draft of six need: more is rarely predicted right.
+            prefetch_bytes=4 * config.moe.top_k * len(config.moe_layers) * size,
         )
         capacity = config.context if capacity is None else min(capacity, config.context)
         self.engine = Engine(target, self.residency, draft, capacity)

@@ -1,7 +1,7 @@
 """Writes draft experts for other programs: `dejax export MODEL --draft D --format F --out P`.
 
-`safetensors` is dejax's own adapter folder (see `dejax.ckpt.draft_state`), checked against MODEL and
-written anew; with `--draft init:SEED` it is that of untrained draft experts.
+`safetensors` is dejax's own adapter folder (see `dejax.ckpt.draft_state`), checked against MODEL
+and written anew; with `--draft init:SEED` it is that of untrained draft experts.
 """
 
 from dataclasses import dataclass

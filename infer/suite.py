@@ -44,6 +44,7 @@ class Run:
     draft_length: int = 4
     truncate: bool = False
     prefetch: bool = False
+    tau: float = 0.2
     controller: str = "consumer"
     cache: float = 0.0
     temperature: float = 0.0
@@ -53,6 +54,7 @@ class Run:
         control = ControlConfig(
             draft_length=self.draft_length,
             truncate=self.truncate,
+            tau=self.tau,
             controller=self.controller,  # pyright: ignore[reportArgumentType]
         )
         return DecodeOptions(
@@ -73,18 +75,20 @@ class Run:
 
 def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
     """The demo's runs: the paper's baselines and steps (Tables 2 to 4), greedy and seeded."""
-    full: dict[str, Any] = dict(draft_length=8, truncate=True, prefetch=True)
+    six: dict[str, Any] = dict(draft_length=6)
+    full: dict[str, Any] = six | dict(truncate=True, prefetch=True)
     greedy = [Run("AR", "ar")]
     greedy += [Run(f"top-{r}, K=4", "top-r", r=r) for r in (1, 2, 3) if r <= top_k]
     greedy += [
         Run("draft-expert, K=4", "draft-expert"),
-        Run("draft-expert, truncated", "draft-expert", draft_length=8, truncate=True),
-        Run("draft-expert, truncated, prefetch", "draft-expert", **full),
-        Run("draft-expert, producer, prefetch", "draft-expert", controller="producer", **full),
+        Run("draft-expert, K=6, truncated", "draft-expert", truncate=True, **six),
+        Run("draft-expert, K=6, truncated, prefetch", "draft-expert", **full),
+        Run("draft-expert, K=6, producer, prefetch", "draft-expert", controller="producer", **full),
+        Run("draft-expert, K=6, prefetch", "draft-expert", prefetch=True, **six),
         Run("AR, half cached", "ar", cache=0.5),
-        Run("draft-expert, half cached", "draft-expert", cache=0.5, **full),
+        Run("draft-expert, K=6, half cached", "draft-expert", cache=0.5, prefetch=True, **six),
     ]
-    three = ("AR", "top-1, K=4", "draft-expert, truncated, prefetch")
+    three = ("AR", "top-1, K=4", "draft-expert, K=6, prefetch")
     seeded = [run for run in greedy if run.name in three or every_seeded]
     return greedy + [replace(run, temperature=0.8) for run in seeded]
 

@@ -48,12 +48,13 @@ SOURCES = {
 }
 
 
-def render(numbers: Numbers, *, curve: str, numbers_file: str) -> str:
+def render(numbers: Numbers, *, curve: str, numbers_file: str, note: str | None = None) -> str:
     """The card as Markdown; `curve` and `numbers_file` are the files beside it."""
     sections = [
         _head(numbers, numbers_file),
         _model(numbers["model"]),
         _making(numbers["run"], numbers["routing"], curve),
+        *([] if note is None else [_prose(note)]),
         _data(numbers["data"]),
         _held_out(numbers["held_out"], numbers["measured"]),
         _experts(numbers["arms"], numbers),

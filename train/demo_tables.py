@@ -132,9 +132,7 @@ def print_summary(
     """The closing lines: exactness, host overhead, time, files."""
     equal = sum(row["identical_to_ar"] for row in rows)
     prompts = len(rows[0]["prompts"])
-    print(
-        f"{equal} of {len(rows)} runs emitted the autoregressive tokens ({prompts} prompts)."
-    )
+    print(f"{equal} of {len(rows)} runs emitted the autoregressive tokens ({prompts} prompts).")
     for row in rows:
         for found in row["divergences"]:
             print(f"  {row['name']}: {found}")

@@ -277,8 +277,8 @@ def loss_fn(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """A batch's part of the objective, and what a step reports of the whole.
 
-    `add` sums over the shards of a batch (default: there is one). Sums are the shard's own and counts
-    the whole's, so that the parts of all shards add up to the objective.
+    `add` sums over the shards of a batch (default: there is one). Sums are the shard's own and
+    counts the whole's, so that the parts of all shards add up to the objective.
     """
     of_whole = partial(_of_whole, add=add)
     if objective == "residual-local":

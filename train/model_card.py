@@ -67,6 +67,8 @@ class Arguments:
     """Rows of a batch."""
     sample_tokens: PositiveInt = 64
     """Tokens of a sample."""
+    note: str | None = None
+    """What a reader must know of the run that its files do not say."""
 
 
 # --- the run ---------------------------------------------------------------------------------
@@ -349,7 +351,9 @@ def main(argv: list[str]) -> int:
     card.parent.mkdir(parents=True, exist_ok=True)
     plot_curve(numbers, card.with_name(CURVE))
     write_json(card.with_name(NUMBERS), numbers)
-    card.write_text(render(numbers, curve=CURVE, numbers_file=NUMBERS), encoding="utf-8")
+    card.write_text(
+        render(numbers, curve=CURVE, numbers_file=NUMBERS, note=args.note), encoding="utf-8"
+    )
     say(f"model card: {card}")
     return 0
 

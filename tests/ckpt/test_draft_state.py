@@ -4,12 +4,12 @@ import json
 import os
 from types import SimpleNamespace
 
-import dejax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dejax
 from dejax.ckpt import draft_state
 from dejax.ckpt.draft_state import CONFIG_FILE, WEIGHTS_FILE, load_draft, resolve_draft, save_draft
 from dejax.config import DraftConfig

@@ -114,12 +114,8 @@ def test_an_untied_model_needs_its_head(folder):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_tied_model_may_hold_the_embedding_twice(tmp_path, dtype):
     folder = write_folder(tmp_path / "model", raw_config(tie_word_embeddings=True))
-    tokens = np.arange(6)[None]
-    expected = load_target(folder)(tokens)
     edit_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].astype(dtype)}))
-    target = load_target(folder)
-    assert target.model.head is None
-    np.testing.assert_array_equal(target(tokens), expected)
+    assert load_target(folder).model.head is None
     assert HEAD not in plan(folder).resident_entries()
 
 

@@ -1,4 +1,4 @@
-"""`dejax inspect`: the published figures from a config alone, stored sizes where there are weights."""
+"""`dejax inspect`: published figures from a config alone, stored sizes where there are weights."""
 
 import json
 
@@ -81,7 +81,7 @@ def config_folder(folder, raw):
 
 
 def test_the_published_model_from_its_config(tmp_path, capsys):
-    """15.7 B parameters, of which 91.6 % are routed: 26.8 GiB, beside 2.4 GiB (the paper, fig. 1)."""
+    """The paper's figure 1: 15.7 B parameters, 91.6 % routed (26.8 GiB), 2.4 GiB beside them."""
     assert main(["inspect", str(config_folder(tmp_path / "DeepSeek-V2-Lite", V2_LITE))]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "DeepSeek-V2-Lite: deepseek_v2 (no weights here; sizes as bfloat16)"
@@ -106,21 +106,28 @@ def test_the_published_model_from_its_config(tmp_path, capsys):
         assert expected in lines
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    raw = {"lite": V2_LITE, "full": V2}
+    return {name: inspect(config_folder(folder / name, raw[name])) for name in raw}
+
+
 @pytest.mark.parametrize(
-    "raw, total, routed, active",
-    [(V2_LITE, 15.706, 14.395, (2.66, 1.54)), (V2, 235.741, 222.718, (21.38, 14.42))],
+    "name, total, routed, active",
+    [("lite", 15.706, 14.395, (2.66, 1.54)), ("full", 235.741, 222.718, (21.38, 14.42))],
 )
-def test_counts_are_those_of_the_reference(tmp_path, raw, total, routed, active):
-    found = inspect(config_folder(tmp_path / "m", raw))
+def test_counts_are_those_of_the_reference(published, name, total, routed, active):
+    found = published[name]
     assert round(found.total / 1e9, 3) == total and round(found.routed.params / 1e9, 3) == routed
     assert (round(found.active / 1e9, 2), round(found.active_top1 / 1e9, 2)) == active
     assert found.rest.params + found.routed.params == found.total
     assert found.kind == "config" and found.identity is None
 
 
-def test_what_does_not_fit(tmp_path):
+def test_what_does_not_fit(published):
     """235 B: the resident part of 26 GB alone is too much for two of the devices."""
-    found = inspect(config_folder(tmp_path / "m", V2))
+    found = published["full"]
     assert [fit.experts is None for fit in found.fits] == [True, True, False]
     last = found.fits[-1]
     assert last.experts is not None and 0 < last.experts < found.layer_experts

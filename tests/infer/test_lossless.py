@@ -30,7 +30,6 @@ from tests.infer.random_target import (
     store_of,
 )
 
-LONGEST = 40
 LENGTHS = (1, 6, 23, 60, 127, 128, 129, 250, CONTEXT - 5, CONTEXT - 1)
 """Prompts around the 128 rows of a prefill block, and prompts that leave little of the context."""
 SAMPLINGS = (
@@ -61,7 +60,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """What fixes the tokens: target, prompt, and how tokens are chosen and end."""
+    """What fixes the tokens: target, prompt, and how tokens are chosen and end.
+
+    `horizon` is the length of the one autoregressive run from which cases that end earlier are cut.
+    """
 
     shape: str
     length: int
@@ -69,6 +71,7 @@ class Case:
     sample: int
     max_new_tokens: int
     stop_at_eos: bool
+    horizon: int = 40
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Lab:
 
     def expected(self, case: Case):
         """Autoregressive tokens and why they end, cut by hand from one long run without ends."""
-        endless = dataclasses.replace(case, max_new_tokens=LONGEST, stop_at_eos=False)
+        endless = dataclasses.replace(case, max_new_tokens=case.horizon, stop_at_eos=False)
         tokens = outcome(self.autoregressive(endless))[0]
         room = CONTEXT - case.length
         for count, token in enumerate(tokens, start=1):
@@ -186,8 +189,8 @@ SLOW_SHAPES = [
 @pytest.mark.parametrize("shape", SLOW_SHAPES)
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[3]], ids=["greedy", "sampled"])
 def test_autoregressive_decoding_is_the_argmax_of_whole_forward_passes(lab, shape, sampling):
-    for length in (1, 60, 129, 260, CONTEXT - 5):
-        case = Case(shape, length, sampling, 1, 12, stop_at_eos=length != 60)
+    for length in (1, 60, 129, CONTEXT - 5):
+        case = Case(shape, length, sampling, 1, 12, stop_at_eos=length != 60, horizon=12)
         tokens = naive(lab.target(shape), case)
         assert outcome(lab.autoregressive(case)) == tokens == lab.expected(case), case
 
@@ -223,6 +226,7 @@ def cases(draw, shape: str, longest: int):
         sample=draw(st.integers(0, 1)),
         max_new_tokens=draw(st.sampled_from([longest, longest // 2, 2, 1])),
         stop_at_eos=draw(st.booleans()),
+        horizon=longest,
     )
 
 
@@ -237,8 +241,8 @@ def settings(top_k: int, experts: int):
     )
 
 
-@hypothesis.settings(max_examples=200)
-@hypothesis.given(case=cases("shared", 16), setting=settings(top_k=3, experts=16))
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(case=cases("shared", 14), setting=settings(top_k=3, experts=16))
 def test_tokens_equal_autoregressive_decoding(lab, case, setting):
     assert outcome(lab.run(case, setting)) == lab.expected(case)
 
@@ -250,7 +254,7 @@ def test_tokens_equal_autoregressive_decoding(lab, case, setting):
 def test_tokens_equal_autoregressive_decoding_in_every_shape(lab, shape, top_k, experts):
     @hypothesis.seed(1)
     @hypothesis.settings(max_examples=250, derandomize=False)
-    @hypothesis.given(case=cases(shape, LONGEST), setting=settings(top_k, experts))
+    @hypothesis.given(case=cases(shape, 40), setting=settings(top_k, experts))
     def sweep(case, setting):
         assert outcome(lab.run(case, setting)) == lab.expected(case)
 

@@ -27,7 +27,13 @@ from train.pretrain import PretrainConfig
 from train.teacher import as_teacher
 
 WORDS = "river stone lamp orbit quiet seven maple copper winter signal garden letter".split()
-RAW = raw_config("lite", vocab_size=300, max_position_embeddings=1024, num_experts_per_tok=2)
+RAW = raw_config(
+    "no-yarn-all-moe",
+    vocab_size=300,
+    max_position_embeddings=1024,
+    num_hidden_layers=2,
+    num_experts_per_tok=2,
+)
 CONFIG = PretrainConfig(
     model=RAW,
     phases=(Phase(0, 16, 4), Phase(30, 32, 2)),

@@ -16,9 +16,7 @@ from train.packed_rows import (
     split_documents,
 )
 
-CHAT = {
-    "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-}
+CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
 TEXT = {"text": "plain", "kind": "novel"}
 PAIR = {"prompt": "Why?", "completion": "So."}
 

@@ -1,0 +1,55 @@
+"""`dejax export`: adapters checked, rewritten, and refused in one line."""
+
+import numpy as np
+import pytest
+
+from dejax.ckpt.draft_state import load_draft, resolve_draft, save_draft
+from dejax.errors import UsageError
+from dejax.target import load_target
+from infer.export import main
+from tests.families.random_folder import raw_config, write_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("export") / "model", raw_config())
+
+
+def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
+    target = load_target(model)
+    draft = resolve_draft("init:5", target)
+    save_draft(tmp_path / "draft", draft, target.config)
+    for spec, out in ((str(tmp_path / "draft"), "copy"), ("init:5", "fresh")):
+        argv = [str(model), "--draft", spec, "--format", "safetensors", "--out"]
+        assert main([*argv, str(tmp_path / out)]) == 0
+        again = load_draft(tmp_path / out, target)
+        for layer in target.config.moe_layers:
+            for name, value in draft.layer_params(layer).items():
+                np.testing.assert_array_equal(again.layer_params(layer)[name], value)
+    shown = capsys.readouterr().out
+    assert "layers  width  tensors  size" in shown.replace("   ", "  ")
+    assert str(2 * 4) in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--draft", "init", "--format", "gguf"], "--format gguf is not available in this version"),
+        (["--draft", "init", "--format", "torch"], "--format torch is not available"),
+        (["--draft", "init", "--format", "safetensor"], "did you mean 'safetensors'"),
+        ([], "--draft is missing"),
+        (["--draft", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(model, tmp_path, argv, message):
+    with pytest.raises(UsageError, match=message):
+        main([str(model), *argv, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_target_is_refused(model, tmp_path):
+    other = write_folder(tmp_path / "other", raw_config(), seed=1)
+    target = load_target(model)
+    save_draft(tmp_path / "draft", resolve_draft("init", target), target.config)
+    with pytest.raises(UsageError, match=f"trained for target {target.identity}, not for other"):
+        main([str(other), "--draft", str(tmp_path / "draft"), "--out", str(tmp_path / "out")])
