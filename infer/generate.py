@@ -114,10 +114,11 @@ def _normalise(target: Target, prompts: Sequence[Any], chat: bool) -> Iterator[t
         if not isinstance(prompt, dict):
             yield {"id": index, "prompt": ""}, [int(token) for token in prompt]
             continue
-        record = {"id": index} | prompt
-        if not isinstance(record.get("prompt"), str):
+        record: dict[str, Any] = {"id": index} | prompt
+        text = record.get("prompt")
+        if not isinstance(text, str):
             raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
-        yield record, encode_prompt(target, record["prompt"], chat=chat)
+        yield record, encode_prompt(target, text, chat=chat)
 
 
 def _check_prompts(target: Target, encoded: Sequence[tuple[dict, list]]) -> None:

@@ -36,6 +36,9 @@ from train.text import KINDS
 BLOCKS = (2, 4, 8)
 """Rows of the blocks whose distinct experts are counted."""
 
+BATCH_TOKENS = 4096
+"""Tokens of a batch for the held-out loss."""
+
 Numbers = dict[str, Any]
 
 
@@ -83,11 +86,14 @@ def held_out_loss(
         byte_lengths=byte_lengths,
         seq_len=seq_len,
         most=max(len(source) for source in sources.values()),
+        batch=max(1, BATCH_TOKENS // seq_len),
     )
     rows = [
         (kind, bits[f"bpb_{kind}"] * n_bytes, n, n_bytes) for kind, (n, n_bytes) in sizes.items()
     ]
-    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
+    _, *columns = zip(*rows, strict=True)
+    n_bits, tokens, n_bytes = (sum(column) for column in columns)
+    rows.append(("all", n_bits, tokens, n_bytes))
     return {
         kind: {
             "bits_per_byte": n_bits / n_bytes,
@@ -119,12 +125,13 @@ class HeldOut:
 
 
 def held_out_rows(data: Path, *, seq_len: int, rows: int, batch_size: int) -> HeldOut:
-    """The first `rows` rows of each kind; documents lie there in the order of their hashes."""
+    """`rows` rows of each kind, or all if there are fewer, spread evenly over the split."""
     arrays = load_tokens(data / "heldout")
     taken, documents = [], []
     for kind, source in make_source(data, seq_len, "heldout").items():
         begin = arrays.offsets[np.flatnonzero(arrays.kinds == KINDS.index(kind))[0]]
-        for index in range(min(rows, len(source))):
+        count = min(rows, len(source))
+        for index in (i * len(source) // count for i in range(count)):
             row = source[index]
             places = begin + index * seq_len + np.arange(seq_len)
             document = np.searchsorted(arrays.offsets, places, side="right") - 1

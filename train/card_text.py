@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from train.card_sources import SOURCES
+
 Numbers = dict[str, Any]
 Number = int | float
 
@@ -15,37 +17,6 @@ BELOW = 0.9
 """Most of the trigram model's bits per byte that the target may need."""
 PROMPT_CHARS = 300
 """Characters of a sample's prompt that are shown."""
-
-# Kind -> (source, licence) of what `train.text` makes documents of.
-SOURCES = {
-    "t0": [
-        (
-            "training rows of T0 (Sanh et al., 2021) through yizhongw/self-instruct: "
-            "adversarial_qa, common_gen, cosmos_qa, dbpedia_14, duorc, hotpotqa (KILT), qasc, "
-            "quarel, quartz, quoref, ropes, wiki_bio, wiki_hop",
-            "that of each source set: MIT, CC-BY, CC-BY-SA or BSD",
-        )
-    ],
-    "gsm8k": [
-        (
-            "GSM8K, training split: openai/grade-school-math (Cobbe et al., 2021)",
-            "MIT, copyright (c) 2021 OpenAI",
-        )
-    ],
-    "code": [("Python 3.11 standard library, and functions cut out of it", "PSF-2.0")],
-    "pydocs": [("Python 3.11 documentation", "PSF-2.0 (code in it also 0BSD)")],
-    "sotu": [("State of the Union addresses", "public domain")],
-    "sqlite": [("SQLite documentation", "public domain")],
-    "novel": [("Herman Melville, *Moby-Dick*", "public domain")],
-    "prompts": [
-        ("MBPP, outside the test split: Austin et al., 2021, Google Research", "CC-BY-4.0"),
-        (
-            "Self-Instruct (yizhongw/self-instruct; Wang et al., 2022): seed tasks and "
-            "user-oriented instructions",
-            "Apache-2.0",
-        ),
-    ],
-}
 
 
 def render(numbers: Numbers, *, curve: str, numbers_file: str, note: str | None = None) -> str:
@@ -103,6 +74,10 @@ def _millions(value: Number) -> str:
 
 def _yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
+
+
+def _settings(values: Numbers) -> str:
+    return ", ".join(f"`{key}` = `{value}`" for key, value in values.items())
 
 
 def _fenced(text: str) -> str:
@@ -171,6 +146,7 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
     config = run["config"]
     optimizer, phases = config["optimizer"], config["phases"]
     name = run["config_name"]
+    added = {n.removesuffix("_weight"): v for n, v in config.items() if n.endswith("_weight")}
     batches = "; ".join(
         f"from step {p['start']}: {p['batch_size']} rows of {p['seq_len']}" for p in phases
     )
@@ -186,7 +162,7 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
             f"{optimizer['decay_steps']} to {optimizer['final_fraction']:g} of it, weight decay "
             f"{optimizer['weight_decay']:g}, gradients clipped to {optimizer['clip_norm']:g}",
         ),
-        ("load-balance loss", f"global batch, weight {config['balance_weight']:g}"),
+        ("weights of added losses", ", ".join(f"{n} {v:g}" for n, v in added.items())),
         ("CPU devices", config["cpu_devices"]),
     ]
     if run["seconds"]:
@@ -200,13 +176,25 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
         f"text: {_count(routing['dropped'])} of {_count(assignments)} (token, expert) pairs left "
         "out."
     )
+    figure = _prose(
+        "Bits a byte during training are those of each kind's first held-out rows, in the table "
+        "below those of all."
+    )
     command = f"dejax pretrain configs/{name}.py --data DIR --out DIR"
     text = f"## How it was made\n\n```bash\n{command}\n```\n\n"
+    changes = [f"At step {s} it still had {_settings(d)}." for s, d in run["earlier"].items()]
+    changes += [
+        f"`{name}` is in its log from step {step} on only: the program changed on the way."
+        for name, step in run["late_metrics"].items()
+    ]
     if run["differences"]:
-        listed = ", ".join(f"`{key}` = `{value}`" for key, value in run["differences"].items())
-        text += _prose(f"The run differs from that file as it is now in: {listed}.") + "\n\n"
+        changes.insert(
+            0, f"Other than in that file now, the run had {_settings(run['differences'])}."
+        )
+    if changes:
+        text += _prose("The command alone does not repeat this run.", *changes) + "\n\n"
     text += _table(("what", "value"), rows)
-    return f"{text}\n\n{dropped}\n\n![Loss against tokens]({curve})"
+    return f"{text}\n\n{dropped}\n\n![Loss against tokens]({curve})\n\n{figure}"
 
 
 def _data(data: Numbers) -> str:
@@ -271,10 +259,10 @@ def _held_out(found: Numbers, measured: Numbers) -> str:
     columns = ("kind", "tokens", "nats a token", "bits a byte", "trigram", "ratio")
     columns += (f"{100 * (1 - BELOW):.0f} % below",)
     note = _prose(
-        "All held-out text, in rows of "
-        f"{measured['seq_len']} tokens: the target sees no further back than its row. The trigram "
-        "model (interpolated Kneser-Ney, `python -m train.trigram`) was fitted on the same "
-        "training tokens and predicts the same held-out tokens."
+        f"All held-out text, in rows of {measured['loss_seq_len']} tokens: the target sees no "
+        "further back than its row. The trigram model (interpolated Kneser-Ney, "
+        "`python -m train.trigram`) was fitted on the same training tokens and predicts the same "
+        "held-out tokens."
     )
     return f"## Held-out loss\n\n{_table(columns, rows)}\n\n{note}"
 
@@ -282,12 +270,7 @@ def _held_out(found: Numbers, measured: Numbers) -> str:
 def _experts(arms: Numbers, numbers: Numbers) -> str:
     full = arms["full"]["loss"]
     rows = [
-        (
-            name,
-            _fixed(arm["loss"]),
-            f"{arm['loss'] - full:+.3f}",
-            _percent(arm["agreement"]),
-        )
+        (name, _fixed(arm["loss"]), f"{arm['loss'] - full:+.3f}", _percent(arm["agreement"]))
         for name, arm in arms.items()
     ]
     gain = arms["shared only"]["loss"] - full
@@ -297,7 +280,8 @@ def _experts(arms: Numbers, numbers: Numbers) -> str:
     )
     measured = numbers["measured"]
     note = _prose(
-        f"The first {measured['rows']} held-out rows of each kind. agreement: share of tokens "
+        f"On {measured['rows']} held-out rows of {measured['seq_len']} tokens of each kind (all if "
+        "there are fewer), evenly spread. agreement: share of tokens "
         "with the same most likely successor as the full model's. shared + top-r: gates as they "
         "are. routing shuffled: in every layer, each token uses experts and gates of another "
         "random token."
@@ -396,7 +380,7 @@ def _limits(numbers: Numbers) -> str:
         "fluent nonsense.",
         f"{_millions(run['tokens'])} tokens and {_millions(model['parameters'])} parameters "
         "are little; English and Python only.",
-        "It repeats itself, the more so when greedy: of the 4-grams in the samples above, "
+        "It repeats itself: of the 4-grams in the samples above, "
         f"{_percent(distinct['greedy'])} are distinct (greedy), {_percent(distinct['seeded'])} "
         f"(T={numbers['measured']['temperature']}). Repetition flatters a drafter; figures of "
         "acceptance taken on this target say little about a large one.",

@@ -47,7 +47,7 @@ def _chosen(ids: Int[Array, "L B W N K"], experts: int) -> Bool[Array, "L B W E"
 def prefetch_overlap(
     pairs: LayerPair, segment_ids: Int[Array, "B T"], *, experts: int, r: int, rows: int
 ) -> tuple[Total, Total]:
-    """Recall and precision of prefetching what the draft's routers choose, in rounds of `rows` rows.
+    """Recall and precision of prefetching what the draft's routers choose, in rounds of `rows`.
 
     As if a round began at every `rows`-th token with nothing resident. The top-r experts of the
     draft rows are loaded by the draft passes themselves and count on neither side. Rounds that

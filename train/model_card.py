@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Arguments:
     rows: PositiveInt = 16
     """Held-out rows of each kind for ablations and routing; the loss is of the whole split."""
     seq_len: PositiveInt = 256
-    """Tokens of a row: as far back as the model sees in the measurements."""
+    """Tokens of such a row; for the loss, rows are as long as at the end of the run."""
     batch_size: PositiveInt = 8
     """Rows of a batch."""
     sample_tokens: PositiveInt = 64
@@ -80,12 +80,33 @@ class Run:
 
     Attributes:
       step: of the checkpoint that became the model; config: as its checkpoint says, plain JSON;
-      log: rows of metrics.jsonl up to `step`, one a logged step.
+      log: rows of metrics.jsonl up to `step`, one a logged step; earlier: step -> config of the
+      checkpoints that are kept from before `step`.
     """
 
     step: int
     config: dict[str, Any]
     log: list[dict[str, Any]]
+    earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row in the last batch."""
+        started = [phase for phase in self.config["phases"] if phase["start"] < self.step]
+        return started[-1]["seq_len"]
+
+    @property
+    def late_metrics(self) -> dict[str, int]:
+        """Training metrics that the log has not had from the first, and from when: a changed loss.
+
+        Those of evaluations (`bpb_*`) are not meant.
+        """
+        first: dict[str, int] = {}
+        for row in self.log:
+            for name in row:
+                first.setdefault(name, row["step"])
+        start = min(first.values(), default=0)
+        return {n: s for n, s in first.items() if s > start and not n.startswith("bpb_")}
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen after `step` steps."""
@@ -124,7 +145,7 @@ def read_run(folder: Path, step: int | None = None) -> Run:
         wanted = max(steps, default=None) if step is None else step
         if wanted not in steps:
             raise UsageError(f"{folder}: no checkpoint of step {wanted}; there are {steps}")
-        config: Any = saved.metadata(wanted).custom_metadata
+        configs: Any = {s: saved.metadata(s).custom_metadata for s in steps if s <= wanted}
     file, rows = folder / "metrics.jsonl", {}
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -132,12 +153,13 @@ def read_run(folder: Path, step: int | None = None) -> Run:
             rows[row["step"]] = row  # a resumed run logs the steps it repeats once more
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{file}: not readable as metrics of a run ({error})") from None
-    return Run(wanted, config, [rows[s] for s in sorted(rows) if s <= wanted])
+    config = configs.pop(wanted)
+    return Run(wanted, config, [rows[s] for s in sorted(rows) if s <= wanted], configs)
 
 
-def config_differences(run: Run, name: str) -> dict[str, Any]:
-    """Settings in which the run differs from the named config as it is now, by dotted key."""
-    ours, theirs = _flat(run.config), _flat(json.loads(json.dumps(to_json(load_config(name)))))
+def config_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `config` that `other` has not, by dotted key; None where it lacks one."""
+    ours, theirs = _flat(config), _flat(other)
     keys = sorted(ours.keys() | theirs.keys())
     return {key: ours.get(key) for key in keys if ours.get(key) != theirs.get(key)}
 
@@ -190,13 +212,16 @@ def describe_run(run: Run, config: str) -> Numbers:
     tokens = run.tokens_at(run.step)
     seconds = run.seconds
     logged = run.tokens_at(run.log[-1]["step"]) if run.log else 0
+    earlier = {s: config_differences(c, run.config) for s, c in sorted(run.earlier.items())}
     return {
         "step": run.step,
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": logged / seconds if seconds else None,
-        "config_name": config,
-        "differences": config_differences(run, config),
+        "config_name": Path(config).stem,
+        "differences": config_differences(run.config, to_json(load_config(config))),
+        "earlier": {s: d for s, d in earlier.items() if d},
+        "late_metrics": run.late_metrics,
         "config": run.config,
         "log": [row | {"tokens": run.tokens_at(row["step"])} for row in run.log],
     }
@@ -275,12 +300,14 @@ def measure(args: Arguments) -> Numbers:
     folder = model_folder(args.model)
     target = load_target(args.model)
     lengths = token_lengths(check_tokenizer(target, args.data))
-    run = describe_run(read_run(args.run, args.step), args.config)
+    found = read_run(args.run, args.step)
+    run = describe_run(found, args.config)
     data = describe_data(args.data, run)
     teacher = as_teacher(target)
     seq_len = min(args.seq_len, target.config.context)
     say("model card: loss on the held-out split")
-    loss = card_measures.held_out_loss(teacher, args.data, seq_len=seq_len, byte_lengths=lengths)
+    longest = min(found.seq_len, target.config.context)
+    loss = card_measures.held_out_loss(teacher, args.data, seq_len=longest, byte_lengths=lengths)
     held = card_measures.held_out_rows(
         args.data, seq_len=seq_len, rows=args.rows, batch_size=args.batch_size
     )
@@ -300,6 +327,7 @@ def measure(args: Arguments) -> Numbers:
             "run": run,
             "data": data,
             "measured": {
+                "loss_seq_len": longest,
                 "seq_len": seq_len,
                 "rows": args.rows,
                 "sample_tokens": args.sample_tokens,
@@ -320,24 +348,25 @@ def measure(args: Arguments) -> Numbers:
 
 
 def plot_curve(numbers: Numbers, path: Path) -> None:
-    """Training loss against tokens, and held-out bits per byte beside the trigram model's."""
+    """Training loss, and bits per byte of held-out text at the run's evaluations, against tokens.
+
+    Those evaluations are of a part of the held-out text only: no trigram line belongs beside them.
+    """
     log = numbers["run"]["log"]
-    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot([row["tokens"] / 1e6 for row in log], [row["loss"] for row in log], color="#33415c")
     left.set_ylabel("training loss (nats a token)")
-    evaluated = [row for row in log if any(name.startswith("bpb_") for name in row)]
-    kinds = [kind for kind in numbers["held_out"] if kind != "all"]
-    for index, kind in enumerate(kinds):
-        points = [(r["tokens"] / 1e6, r[f"bpb_{kind}"]) for r in evaluated if f"bpb_{kind}" in r]
-        line = right.plot(*zip(*points, strict=True), ".-", label=kind) if points else []
-        colour = line[0].get_color() if line else f"C{index}"
-        right.axhline(numbers["held_out"][kind]["trigram"], color=colour, ls=":", lw=0.8)
-    right.set_ylabel("held-out bits a byte (dotted: trigram)")
-    if evaluated:
-        right.legend(fontsize=7, frameon=False, ncols=2)
+    for kind in numbers["data"]["train"]["counts"]:
+        points = [(r["tokens"] / 1e6, r[f"bpb_{kind}"]) for r in log if f"bpb_{kind}" in r]
+        if points:
+            right.plot(*zip(*points, strict=True), ".-", label=kind)
+    right.set_ylabel("bits a byte, held-out rows")
+    if right.lines:
+        right.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (left, right):
         axes.set_xlabel("million tokens")
+        axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=90)
 

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from dejax.ckpt.draft_state import resolve_draft
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig, gumbel_noise, log_probs
+from dejax.target import load_target
 from infer.decode import DecodeOptions, decode, make_drafter
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
@@ -287,3 +289,29 @@ def test_seeds_and_samples_matter(lab):
         for sample in (0, 1)
     ]
     assert len(set(map(tuple, tokens))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
+def test_the_embedded_target_in_float64(sampling):
+    """Real routing over 64 experts a layer, with draft experts that are wrong most of the time."""
+    target = load_target("tiny", dtype="float64")
+    texts = ["Once upon a time", "def add(a, b):", "The capital of France", "1 2 3 4 5 6 7"]
+    prompts = [target.tokenizer.encode(text * 3) for text in texts]
+    tokens, rates = {}, {}
+    for mode, r, truncate in [("ar", 1, True), ("top-r", 2, False), ("draft-expert", 1, True)]:
+        control = ControlConfig(draft_length=4, truncate=truncate)
+        options = DecodeOptions(
+            mode=mode, r=r, max_new_tokens=32, sampling=sampling, control=control
+        )
+        draft = resolve_draft("init", target) if mode == "draft-expert" else None
+        with Decoder(target, draft=draft, capacity=128) as decoder:
+            drafter = make_drafter(decoder.engine, options)
+            traces = [
+                tuple(decode(decoder.engine, prompt, options, drafter=drafter))
+                for prompt in prompts
+            ]
+        tokens[mode] = [outcome(trace) for trace in traces]
+        rates[mode] = stats([record for trace in traces for record in trace])["acceptance_rate"]
+    assert tokens["ar"] == tokens["top-r"] == tokens["draft-expert"]
+    assert 0 < rates["top-r"] < 1

@@ -47,17 +47,20 @@ def words(seed, n):
     return " ".join(np.random.default_rng(seed).choice(WORDS, n))
 
 
-def write_run(folder, *, config=CONFIG, steps=(20, 40)):
-    """A run that was stopped after step 30 and resumed from 20."""
+def write_run(folder):
+    """A run that was stopped after step 30, and resumed from 20 with another plan and loss."""
     folder.mkdir()
     rows = [(10, 100.0), (20, 100.0), (30, 1.0), (30, 200.0), (40, 50.0)]
-    lines = [
-        json.dumps({"step": s, "loss": 6 - s / 20, "tokens_per_second": t, "bpb_t0": 3 - s / 40})
+    log = [
+        {"step": s, "loss": 6 - s / 20, "tokens_per_second": t, "bpb_t0": 3 - s / 40}
         for s, t in rows
     ]
-    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    for row in log[3:]:
+        row["spread"] = 0.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    before = dataclasses.replace(CONFIG, loop=LoopConfig(steps=90, log_every=10))
     with closing(checkpointer(folder, keep=9)) as saver:
-        for step in steps:
+        for step, config in ((20, before), (40, CONFIG)):
             saver.save(step, {"x": np.zeros(1)}, custom_metadata=to_json(config))
     return folder
 
@@ -140,7 +143,9 @@ def test_tokens_and_time_of_a_run(folders):
     assert [run.tokens_at(s) for s in (0, 10, 30, 31, 40)] == [0, 640, 1920, 1984, 2560]
     # Each logged stretch of 640 tokens at its own rate; the repeated one by its second pass.
     assert run.seconds == pytest.approx(6.4 + 6.4 + 3.2 + 12.8)
+    assert list(run.earlier) == [20] and run.late_metrics == {"spread": 30}
     earlier = read_run(folders["run"], 20)
+    assert earlier.earlier == {} and earlier.late_metrics == {}
     assert earlier.step == 20 and [row["step"] for row in earlier.log] == [10, 20]
 
 
@@ -149,14 +154,16 @@ def test_a_stretch_over_two_phases_counts_both():
     assert run.tokens_at(35) == 30 * 64 + 5 * 64
     assert run.seconds == pytest.approx(256)
     assert dataclasses.replace(run, log=[]).seconds is None
+    assert (run.seq_len, dataclasses.replace(run, step=30).seq_len) == (32, 16)
 
 
-def test_differences_from_the_config_file(tmp_path):
+def test_differences_of_configs():
     other = dataclasses.replace(CONFIG, seed=7, loop=LoopConfig(steps=50, log_every=10))
-    file = tmp_path / "some.py"
-    file.write_text("from tests.train.test_model_card import CONFIG\nget_config = lambda: CONFIG\n")
-    run = Run(40, json.loads(json.dumps(to_json(other))), [])
-    assert config_differences(run, str(file)) == {"seed": 7, "loop.steps": 50}
+    now = to_json(CONFIG)
+    assert config_differences(to_json(other), now) == {"seed": 7, "loop.steps": 50}
+    assert config_differences(now, now) == {}
+    lacking = {key: value for key, value in now.items() if key != "seed"}
+    assert config_differences(lacking, now) == {"seed": None}
 
 
 def test_errors_about_the_run(folders, tmp_path):
@@ -312,7 +319,7 @@ def test_the_program_writes_three_files(card, folders):
 
 
 def test_the_text_says_what_the_numbers_say(card, numbers):
-    text = (card / "README.md").read_text()
+    text = (card / "README.md").read_bytes().decode()  # a sample may hold a carriage return
     arms = numbers["arms"]
     gain = arms["shared only"]["loss"] - arms["full"]["loss"]
     assert f"{gain:.3f} nats" in " ".join(text.split())
@@ -322,6 +329,10 @@ def test_the_text_says_what_the_numbers_say(card, numbers):
         assert f"| {kind} | {row['tokens']:,} | {row['loss']:.3f} |" in text
     pairs = numbers["routing"]["tokens"] * 2 * 2  # MoE layers, experts of a token
     assert f"0 of {pairs:,} (token, expert) pairs" in " ".join(text.split())
+    flat = " ".join(text.split())
+    assert "At step 20 it still had `loop.steps` = `90`." in flat
+    assert "`spread` is in its log from step 30 on only" in flat
+    assert "Other than in that file now, the run had" in flat and "`seed`" not in flat
     # The first of each category that leaves room in the context.
     assert [sample["id"] for sample in numbers["samples"]] == ["b", "c"]
     for sample in numbers["samples"]:
@@ -343,6 +354,13 @@ def test_a_failing_criterion_is_said(numbers):
     assert "matter? **no**: the full model is 0.100 nats a token below" in flat
     assert "0.950 | **no** |" in text and "0.850 | yes |" in text
     assert "![Loss against tokens](c.png)" in text
+
+
+def test_a_run_as_its_file_says_needs_no_excuse(numbers):
+    numbers = copy.deepcopy(numbers)
+    numbers["run"] |= {"differences": {}, "earlier": {}, "late_metrics": {}}
+    text = card_text.render(numbers, curve="c.png", numbers_file="n.json", note="It was cold.")
+    assert "does not repeat" not in text and "\n\nIt was cold.\n\n" in text
 
 
 def test_a_sample_cannot_end_its_block(numbers):
