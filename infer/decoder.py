@@ -30,8 +30,10 @@ def expert_store(target: Target, offload: Offload) -> ExpertStore:
     """The target's store; an unconverted target's experts are put into a store in memory.
 
     Raises:
-      UsageError: an unconverted target's experts do not fit the host cache.
+      UsageError: an unconverted target's experts do not fit the host cache, or it has none.
     """
+    if not target.config.moe_layers:
+        raise UsageError(f"{target.name} has no MoE layers; there are no experts to decode with")
     if target.store is not None:
         return target.store
     assert target.routed is not None

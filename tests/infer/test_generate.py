@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
@@ -175,6 +176,14 @@ def test_options_that_do_not_fit(target, options, message):
         generate(target, ["the draft"], **options)
 
 
+def test_a_target_without_experts_is_refused(target):
+    config = target.config
+    moe = dataclasses.replace(config.moe, first_dense=config.num_layers)
+    dense = dataclasses.replace(target, config=dataclasses.replace(config, moe=moe), routed={})
+    with pytest.raises(UsageError, match="has no MoE layers"):
+        generate(dense, ["the draft"])
+
+
 def test_draft_experts_of_another_target_are_refused(target):
     other = dataclasses.replace(draft_of(target), identity="another")
     with pytest.raises(
@@ -208,6 +217,16 @@ def test_the_program_writes_json_and_trace(folder, tmp_path, capsys):
     assert cli.main([*base, "--json", "-"]) == 0
     again = json.loads(capsys.readouterr().out)["generations"]  # nothing else is printed there
     assert [g["tokens"] for g in again] == [g["tokens"] for g in written[1]]
+
+
+def test_a_terminal_sees_the_text_as_it_comes(folder, capsys, monkeypatch):
+    argv = ["generate", str(folder), "--prompt", "the draft", "--max-new-tokens", "16"]
+    assert cli.main([*argv, "--json", "-"]) == 0
+    text = json.loads(capsys.readouterr().out)["generations"][0]["text"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(argv) == 0
+    # A character that the last token left unfinished is not shown.
+    assert capsys.readouterr().out == text.rstrip("\ufffd") + "\n"
 
 
 def complaint(argv, capsys):

@@ -106,28 +106,31 @@ def test_the_published_model_from_its_config(tmp_path, capsys):
         assert expected in lines
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("published")
-    raw = {"lite": V2_LITE, "full": V2}
-    return {name: inspect(config_folder(folder / name, raw[name])) for name in raw}
-
-
-@pytest.mark.parametrize(
-    "name, total, routed, active",
-    [("lite", 15.706, 14.395, (2.66, 1.54)), ("full", 235.741, 222.718, (21.38, 14.42))],
-)
-def test_counts_are_those_of_the_reference(published, name, total, routed, active):
-    found = published[name]
-    assert round(found.total / 1e9, 3) == total and round(found.routed.params / 1e9, 3) == routed
-    assert (round(found.active / 1e9, 2), round(found.active_top1 / 1e9, 2)) == active
+def test_counts_are_those_of_the_reference(tmp_path):
+    found = inspect(config_folder(tmp_path / "m", V2_LITE))
+    assert (found.total, found.routed.params) == (15706484224, 14394851328)
+    assert round(found.active / 1e9, 2) == 2.66 and round(found.active_top1 / 1e9, 2) == 1.54
     assert found.rest.params + found.routed.params == found.total
     assert found.kind == "config" and found.identity is None
 
 
-def test_what_does_not_fit(published):
-    """235 B: the resident part of 26 GB alone is too much for two of the devices."""
-    found = published["full"]
+def test_counts_of_the_larger_model(tmp_path):
+    """Its 60 layers are one dense and 59 alike."""
+    two, three = (
+        inspect(config_folder(tmp_path / str(layers), V2 | dict(num_hidden_layers=layers)))
+        for layers in (2, 3)
+    )
+
+    def at_60(name):
+        return getattr(two, name) + 58 * (getattr(three, name) - getattr(two, name))
+
+    counts = [round(at_60(name) / 1e9, 2) for name in ("total", "active", "active_top1")]
+    assert counts == [235.74, 21.38, 14.42]
+
+
+def test_what_does_not_fit(tmp_path):
+    """A vocabulary so large that the resident part alone is too much for two of the devices."""
+    found = inspect(config_folder(tmp_path / "m", V2_LITE | dict(vocab_size=6_000_000)))
     assert [fit.experts is None for fit in found.fits] == [True, True, False]
     last = found.fits[-1]
     assert last.experts is not None and 0 < last.experts < found.layer_experts
