@@ -7,7 +7,7 @@ Every table and plot of acceptance, expansion, recall and cost is computed from 
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,7 +98,9 @@ def from_record(record: dict[str, Any]) -> Round:
     return Round(**{name: value(name, item) for name, item in record.items()})
 
 
-def write_trace(path: Path, header: dict[str, Any], traces: dict[str, Sequence[Round]]) -> None:
+def write_trace(
+    path: Path, header: Mapping[str, Any], traces: Mapping[str, Sequence[Round]]
+) -> None:
     """Writes JSON lines: a header (schema, what was run), then one line a record with its id.
 
     Raises:

@@ -99,7 +99,8 @@ def test_tracked_files_name_no_machine_and_no_package_index():
 def test_readme_and_ci_run_the_same_commands():
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    commands = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    commands = [part.strip() for line in lines for part in line.split("&&")]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert "pytest" in commands and "pytest" in ci
     assert any(command.startswith("pip install -e") for command in commands)

@@ -53,7 +53,7 @@ _SHOWN = 12  # problems listed before "and N more"
 
 @functools.lru_cache(maxsize=4)  # tracing a deep model takes seconds, and loading asks twice
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """Definition and abstract state (shapes, no memory) of the resident model; not to be changed."""
+    """Definition and abstract state (shapes, no memory) of the resident model; read only."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return nnx.split(model)
 

@@ -128,6 +128,7 @@ def with_eos(target: Target, *eos_ids: int) -> Target:
 
 def store_of(target: Target, folder=None) -> ExpertStore:
     """An expert store of the target's experts, in a folder or in memory."""
+    assert target.routed is not None
     some = target.routed[target.config.moe_layers[0]]
     with ExpertStoreWriter(
         folder,

@@ -7,6 +7,7 @@ Everything in float64. The yardstick is autoregressive decoding through the same
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,9 +52,9 @@ def engine(target):
         yield decoder.engine
 
 
-def run(engine, prompt=PROMPT, *, drafter=None, sampling=GREEDY, new=NEW, **control):
-    """The trace of one prompt; `control` without `truncate` never cuts a draft."""
-    control = ControlConfig(**({"truncate": False} | control))
+def run(engine, prompt=PROMPT, *, drafter=None, sampling=GREEDY, new=NEW, **settings: Any):
+    """The trace of one prompt; a draft is never cut short unless `settings` say so."""
+    control = ControlConfig(**({"truncate": False} | settings))
     options = DecodeOptions(max_new_tokens=new, sampling=sampling, control=control)
     return tuple(decode(engine, prompt, options, drafter=drafter))
 

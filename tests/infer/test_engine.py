@@ -7,6 +7,7 @@ difference.
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import hypothesis
 import jax
@@ -22,7 +23,7 @@ from dejax.nn.experts import experts_of_tokens
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from infer import engine as engine_module
-from infer.decode import DecodeOptions
+from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder
 from tests.infer.random_target import (
     CONTEXT,
@@ -230,7 +231,7 @@ def mixed_path(target, draft, prompt, tokens, r):
         stack = target.routed.get(index)
         params = draft.layer_params(index) if draft and stack is not None else None
 
-        def experts(h, routing, stack=stack, params=params):
+        def experts(h, routing, stack: Any = stack, params=params):
             k = routing.ids.shape[-1]
             rows = h[0], routing.ids.reshape(-1, k), routing.gates.reshape(-1, k)
             full = experts_of_tokens(*rows, stack, block=16)[None]
@@ -251,9 +252,9 @@ def compilations():
     """A list that grows by the name of every function that is compiled."""
     names = []
 
-    def listen(event, seconds, **details):
+    def listen(event, duration_secs, **kwargs):
         if event == "/jax/core/compile/backend_compile_duration":
-            names.append(details.get("fun_name"))
+            names.append(kwargs.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -279,11 +280,9 @@ def test_after_warm_up_nothing_compiles(monkeypatch, sizes, draft_length, width)
     target = random_target(config)
     lengths = (1, 9, 129, 200)
     with Decoder(target) as plain, Decoder(target, draft=draft_of(target)) as drafting:
-        for decoder, mode, r in [
-            (plain, "ar", 1),
-            (plain, "top-r", 2),
-            (drafting, "draft-expert", 1),
-        ]:
+        runs: list[tuple[Decoder, Mode, int]]
+        runs = [(plain, "ar", 1), (plain, "top-r", 2), (drafting, "draft-expert", 1)]
+        for decoder, mode, r in runs:
             control = ControlConfig(draft_length=draft_length)
             options = DecodeOptions(mode=mode, r=r, max_new_tokens=24, control=control)
             with compilations() as compiled:
@@ -306,7 +305,7 @@ def test_no_copy_is_implicit(target, mode):
     """In every thread. On CPU the guard sees copies to the device only."""
     draft = draft_of(target) if mode == "draft-expert" else None
     options = DecodeOptions(mode=mode, max_new_tokens=8, control=ControlConfig(draft_length=4))
-    before = jax.config.jax_transfer_guard
+    before = jax.config.jax_transfer_guard  # pyright: ignore[reportAttributeAccessIssue]
     with Decoder(target, draft=draft) as decoder:
         jax.config.update("jax_transfer_guard", "disallow")
         try:

@@ -12,6 +12,7 @@ from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.target import load_target
 from infer import generate as generate_module
+from infer.decode import Mode
 from infer.generate import encode_prompt, generate
 from infer.trace import read_trace
 from tests.infer.random_target import draft_of
@@ -128,10 +129,11 @@ def test_capacity_is_rounded_up_and_changes_nothing(target, monkeypatch):
 def test_every_mode_gives_the_same_tokens_and_the_contract(target, sampling):
     prompts, draft = ["the draft path", "experts"], draft_of(target)
     expected = generate(target, prompts, max_new_tokens=12, **sampling)
-    for mode, options in [
+    runs: list[tuple[Mode, dict]] = [
         ("top-r", {"r": 2, "device_cache": None}),
         ("draft-expert", {"draft": draft, "link": "sim:10", "prefetch": False}),
-    ]:
+    ]
+    for mode, options in runs:
         seen = []
         results = generate(
             target,

@@ -19,7 +19,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig, gumbel_noise, log_probs
 from dejax.target import load_target
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import DecodeOptions, Mode, decode, make_drafter
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
 from infer.report import stats
@@ -80,7 +80,7 @@ class Case:
 class Setting:
     """What must not matter."""
 
-    mode: str
+    mode: Mode
     r: int
     control: dict
     prefetch: bool
@@ -299,7 +299,9 @@ def test_the_embedded_target_in_float64(sampling):
     texts = ["Once upon a time", "def add(a, b):", "The capital of France", "1 2 3 4 5 6 7"]
     prompts = [target.tokenizer.encode(text * 3) for text in texts]
     tokens, rates = {}, {}
-    for mode, r, truncate in [("ar", 1, True), ("top-r", 2, False), ("draft-expert", 1, True)]:
+    runs: list[tuple[Mode, int, bool]]
+    runs = [("ar", 1, True), ("top-r", 2, False), ("draft-expert", 1, True)]
+    for mode, r, truncate in runs:
         control = ControlConfig(draft_length=4, truncate=truncate)
         options = DecodeOptions(
             mode=mode, r=r, max_new_tokens=32, sampling=sampling, control=control

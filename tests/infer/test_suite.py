@@ -52,6 +52,7 @@ def test_rows_say_what_was_run(results):
     assert row["stats"]["emitted"] == 2 * 5  # the first token of a prompt is the prefill's
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_not_reported_as_identical(target, monkeypatch):
     suite = Suite(target, draft_of(target), PROMPTS, 6, parse_link("sim:1"))
 

@@ -171,6 +171,7 @@ def settings(inputs, *more: str) -> list[str]:
     return ["distill_tiny", "--set", f"target={model}", f"data={documents}", *small, *more]
 
 
+@pytest.mark.slow
 def test_the_program_writes_a_draft_that_loads(inputs, tmp_path, capsys):
     out = tmp_path / "run"
     argv = [*settings(inputs), "--out", str(out), "--json", str(tmp_path / "result.json")]

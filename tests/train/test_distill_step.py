@@ -157,6 +157,7 @@ def test_gradients_pass_through_the_frozen_layers(x64):
             assert reached == [True, term != "router"], term
 
 
+@pytest.mark.slow
 def test_recomputed_layers_give_the_same_gradients(x64):
     target, params, batch = case()
     loss = jax.jit(jax.grad(lambda p: loss_of(target, p, batch, remat=True)[0]))

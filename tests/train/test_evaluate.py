@@ -42,6 +42,7 @@ def test_more_experts_kept_are_nearer_to_the_target(teacher, batches):
     assert kl[0] > kl[1] > kl[2] and abs(kl[2]) < 1e-6
 
 
+@pytest.mark.slow
 def test_every_arm_is_told_by_name(teacher, batches):
     draft = draft_of(random_target("shared", dtype=jnp.float32))
     arms = all_arms(teacher, draft, batches[:1], batches[1:])
@@ -57,6 +58,7 @@ def test_nothing_to_evaluate_on_is_refused(teacher):
         teacher_forced(teacher, None, [])
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path, capsys):
     model = write_model(tmp_path / "model")
     documents = write_documents(tmp_path / "documents.jsonl")
