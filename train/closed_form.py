@@ -1,16 +1,19 @@
 """Draft experts without gradient descent: copied neurons, and a ridge regression of down rows.
 
-Layer by layer over a fixed set of batches: the target's stream and the draft network's stream are
-moved up one layer at a time, the most important neurons of the left-out experts become a draft
-expert's gate and up rows, and its down rows are the minimiser of the squared error on the very
-inputs that the draft network will give it. It takes the time of a few forward passes, and holds two
-residual streams and a layer's pair of regression arrays: 4 N D floats for N tokens.
+Two passes of the target over a few batches. The first ranks the neurons of the routed experts by
+what they add to the output that the draft path leaves out; the second takes, for every layer at
+once, the second moments of the candidates' activations and of that output. The candidates that
+explain most of it become a draft expert's gate and up rows, and its down rows are the minimiser of
+the squared error. It takes the time of a few forward passes, and holds no more than a batch.
+
+Fitting on the draft network's own states, layer upon layer, was measured too: it costs a second
+network and gained nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +21,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dejax.draft.expert import draft_output
 from dejax.draft.init import copy_neurons, most_important, neuron_importance, neuron_outputs
 from dejax.draft.path import below_r
 from dejax.errors import UsageError
 from dejax.model import Params
-from train.distill_step import Batch, TargetHalf, Whole, draft_half, target_half
+from train.distill_step import Batch, TargetHalf, Whole, target_half
 from train.stacked import StackedDef, StackedParams, block_size, embed_outer
 
-Fit = Literal["zero", "local", "drift", "stream"]
-"""What down rows are fitted to: nothing (they stay zero); the left-out output at the target's own
-hidden states; the feed-forward's output, or the whole residual stream, at those of the draft
-network."""
+RANKING_TOKENS = 4096
+"""Rows on which neurons are ranked, about: each of them is seen by every expert."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class InitConfig:
     """How draft experts start.
 
     Attributes:
-      fit: see `Fit`; tokens: tokens that it is fitted on, about; ridge: regularisation, relative to
-      the mean square of a neuron's activation; pool: candidates for each neuron, of which those
-      that explain most of the error are kept (1: the most important neurons, unseen).
+      fit: what down rows are: `zero` (the draft path is then shared + top-r alone) or `ridge`;
+      tokens: how many it is fitted on, about; ridge: regularisation, relative to the mean square
+      of a neuron's activation; pool: candidates for each neuron, of which those that explain most
+      are kept (1: the most important ones, unseen).
     """
 
-    fit: Fit = "stream"
+    fit: Literal["zero", "ridge"] = "ridge"
     tokens: int = 16384
     ridge: float = 1e-3
     pool: int = 4
@@ -55,40 +56,18 @@ class InitConfig:
             )
 
 
+@dataclass(frozen=True)
 class Moments:
-    """Second moments of features and targets, summed in float64 over batches.
+    """Second moments of features and targets over counted rows, a layer each, in float64.
 
     Attributes:
-      gram: [P, P], features with features; cross: [D, P], targets with features; energy: the
-      targets' squared length; rows: how many were counted.
+      gram: [L, P, P], features with features; cross: [L, D, P], targets with features; energy: [L],
+      the targets' squared length.
     """
 
-    def __init__(self, features: int, width: int):
-        self.gram = np.zeros((features, features))
-        self.cross = np.zeros((width, features))
-        self.energy, self.rows = 0.0, 0.0
-
-    def add(
-        self,
-        features: Float[Array, "*rows P"],
-        targets: Float[Array, "*rows D"],
-        mask: Float[Array, "*rows"],
-    ) -> None:
-        """Counts the rows that `mask` counts."""
-        sums = jax.device_get(_moments(features, targets, mask))
-        gram, cross, energy, rows = (np.asarray(part, np.float64) for part in sums)
-        self.gram += gram
-        self.cross += cross
-        self.energy += float(energy)
-        self.rows += float(rows)
-
-
-@jax.jit
-def _moments(features, targets, mask):
-    phi = features.reshape(-1, features.shape[-1]) * mask.reshape(-1, 1)
-    y = targets.reshape(-1, targets.shape[-1]) * mask.reshape(-1, 1)
-    exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    return exact(phi.T, phi), exact(y.T, phi), jnp.sum(jnp.square(y)), mask.sum()
+    gram: Float[np.ndarray, "L P P"]
+    cross: Float[np.ndarray, "L D P"]
+    energy: Float[np.ndarray, " L"]
 
 
 def solve_ridge(
@@ -106,7 +85,7 @@ def pick_features(
 
     Orthogonal least squares on the moments: what the chosen ones explain is projected out.
     """
-    scale = float(np.trace(gram)) / len(gram) or 1.0  # 1 where no feature is ever active
+    scale = float(np.trace(gram)) / len(gram) or 1.0
     left, unexplained = gram + ridge * scale * np.eye(len(gram)), cross.copy()
     open_ = np.ones(len(gram), bool)
     chosen = []
@@ -122,60 +101,72 @@ def pick_features(
     return np.array(chosen, np.int64)
 
 
-@partial(jax.jit, static_argnames=("definition", "r", "fit"))
-def _climb(
+def _scan_target(
     definition: StackedDef,
-    layer_params: Params,
-    stack: Array,
-    full: Float[Array, "B T D"],
-    drafted: Float[Array, "B T D"],
+    params: StackedParams,
     batch: Batch,
+    visit: Any,
+    extra: Any,
     *,
     r: int,
-    fit: Fit,
-) -> tuple[TargetHalf, "_Side"]:
-    """Both streams through one layer, up to the draft expert."""
-    layer = nnx.merge(definition.layer, layer_params)
-    whole, tokens = Whole.of(batch), full.shape[0] * full.shape[1]
-    block = block_size(tokens, definition.config)
-    target = target_half(layer, full, stack, whole, r=r, block=block)
-    if fit in ("zero", "local"):
-        return target, _Side(target.x, drafted, target.hidden, target.missing)
-    small = block_size(tokens, definition.config, per_token=max(r, 1))
-    half = draft_half(layer, drafted, stack, whole, r=r, block=small)
-    base = half.finish(jnp.zeros_like(half.kept))
-    wanted = target.missing + (target.kept - half.kept) + (target.always - half.always)
-    wanted = target.x - base if fit == "stream" else wanted
-    return target, _Side(target.x, base, half.hidden, wanted)
+    dtype: Any,
+) -> Any:
+    """`visit(half, stack, extra[l])` for every MoE layer of the target, stacked over layers."""
+    whole = Whole.of(batch)
+    options = dict(positions=whole.positions, mask=whole.visible, dtype=dtype)
+    _, x = embed_outer(definition, params, batch["tokens"], **options)
+    block = block_size(batch["tokens"].size, definition.config)
+
+    def body(x, pieces):
+        layer_params, stack, piece = pieces
+        layer = nnx.merge(definition.layer, layer_params)
+        half = target_half(layer, x, stack, whole, r=r, block=block)
+        return half.x, visit(half, stack, piece)
+
+    return jax.lax.scan(body, x, (params.layers, params.routed, extra))[1]
 
 
-class _Side(NamedTuple):
-    """A batch between two layers.
-
-    Attributes:
-      full: the target's stream above the layer; base: the draft's, its draft expert not yet added;
-      hidden, wanted: input of the draft expert, and what it should give.
-    """
-
-    full: Float[Array, "B T D"]
-    base: Float[Array, "B T D"]
-    hidden: Float[Array, "B T D"]
-    wanted: Float[Array, "B T D"]
-
-
-_importance = jax.jit(neuron_importance)
-_features = jax.jit(neuron_outputs)
-_output = jax.jit(draft_output)
-
-
-def _rank_neurons(
-    target: TargetHalf, stack: Array, batch: Batch, *, r: int
-) -> Float[np.ndarray, "E F"]:
+@partial(jax.jit, static_argnames=("definition", "r", "dtype"))
+def _importance(definition, params, batch, *, r: int, dtype: Any) -> Float[Array, "L E F"]:
     """Importance of every routed neuron in one batch, over the experts below the top r."""
-    rows = batch["mask"].size
-    flat = jax.tree.map(lambda a: a.reshape(rows, -1), below_r(target.routing, r))
-    hidden = target.hidden.reshape(rows, -1)
-    return np.asarray(_importance(hidden, flat, stack, batch["mask"].reshape(-1)), np.float64)
+    mask = batch["mask"].reshape(-1)
+
+    def visit(half: TargetHalf, stack: Array, _: None):
+        flat = jax.tree.map(lambda a: a.reshape(mask.size, -1), below_r(half.routing, r))
+        return neuron_importance(half.hidden.reshape(mask.size, -1), flat, stack, mask)
+
+    return _scan_target(definition, params, batch, visit, None, r=r, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("definition", "r", "dtype"))
+def _moments(definition, params, weights, batch, *, r: int, dtype: Any):
+    """Sums of one batch for `Moments`, with candidates `weights` [L, 3, P, D]."""
+    mask = batch["mask"].reshape(-1, 1).astype(dtype)
+    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+    def visit(half: TargetHalf, _: Array, candidates: Array):
+        hidden, missing = (a.reshape(mask.size, -1) for a in (half.hidden, half.missing))
+        phi, y = neuron_outputs(candidates, hidden) * mask, missing * mask
+        return product(phi.T, phi), product(y.T, phi), jnp.sum(jnp.square(y))
+
+    return _scan_target(definition, params, batch, visit, weights, r=r, dtype=dtype)
+
+
+def take_moments(
+    definition: StackedDef,
+    params: StackedParams,
+    weights: Float[Array, "L 3 P D"],
+    batches: Sequence[Batch],
+    *,
+    r: int,
+    dtype: Any = jnp.float32,
+) -> Moments:
+    """Moments of the activations of neurons `weights` and of the left-out output, over batches."""
+    sums = [0.0, 0.0, 0.0]
+    for batch in batches:
+        parts = jax.device_get(_moments(definition, params, weights, batch, r=r, dtype=dtype))
+        sums = [a + np.asarray(b, np.float64) for a, b in zip(sums, parts, strict=True)]
+    return Moments(*(np.asarray(total) for total in sums))
 
 
 def fit_draft(
@@ -197,68 +188,46 @@ def fit_draft(
     Returns:
       Stacked draft parameters, and for each layer the share of the squared error that remains on
       these batches (1 where down rows are zero).
+
+    Raises:
+      UsageError: a layer's experts have fewer neurons than `width`.
     """
-    embedded = [_embedded(definition, params, batch, dtype) for batch in batches]
-    full, drafted = list(embedded), list(embedded)
-    experts, remaining = [], []
-    for index in range(params.routed.shape[0]):
-        layer_params = jax.tree.map(lambda a, i=index: a[i], params.layers)
-        stack = params.routed[index]
-        importance, sides = np.zeros((stack.shape[0], stack.shape[2])), []
-        for batch, x, y in zip(batches, full, drafted, strict=True):
-            target, side = _climb(definition, layer_params, stack, x, y, batch, r=r, fit=config.fit)
-            if len(sides) * batch["mask"].size < _RANKING_TOKENS:
-                importance += _rank_neurons(target, stack, batch, r=r)
-            sides.append(side)
-        masks = [batch["mask"] for batch in batches]
-        weights, left = _fit_layer(stack, importance, sides, masks, width=width, config=config)
-        expert = {"weights": weights, "gamma": jnp.ones((), weights.dtype)}
-        experts.append(expert)
-        remaining.append(left)
-        full = [side.full for side in sides]
-        if config.fit in ("drift", "stream"):
-            drafted = [side.base + _output(expert, side.hidden) for side in sides]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts), remaining
-
-
-_RANKING_TOKENS = 4096
-"""Rows on which neurons are ranked: each is seen by every expert."""
-
-
-@partial(jax.jit, static_argnames=("definition", "dtype"))
-def _embedded(definition: StackedDef, params: StackedParams, batch: Batch, dtype):
-    """The residual stream that enters the first MoE layer."""
-    whole = Whole.of(batch)
-    options = dict(positions=whole.positions, mask=whole.visible, dtype=dtype)
-    return embed_outer(definition, params, batch["tokens"], **options)[1]
+    few = batches[: max(1, RANKING_TOKENS // batches[0]["tokens"].size)]
+    parts = [_importance(definition, params, batch, r=r, dtype=dtype) for batch in few]
+    importance = np.sum([np.asarray(part, np.float64) for part in parts], axis=0)
+    count = width if config.fit == "zero" else min(width * config.pool, importance[0].size)
+    chosen = [most_important(layer, max(width, count)) for layer in importance]
+    copies = [copy_neurons(s, neurons) for s, neurons in zip(params.routed, chosen, strict=True)]
+    gamma = jnp.ones(len(copies), copies[0].dtype)
+    if config.fit == "zero":
+        return {"weights": jnp.stack(copies), "gamma": gamma}, [1.0] * len(copies)
+    moments = take_moments(definition, params, jnp.stack(copies), batches, r=r, dtype=dtype)
+    fits = [
+        _fit_layer(weights, gram, cross, float(energy), width=width, ridge=config.ridge)
+        for weights, gram, cross, energy in zip(
+            copies, moments.gram, moments.cross, moments.energy, strict=True
+        )
+    ]
+    stacked = jnp.stack([weights for weights, _ in fits])
+    return {"weights": stacked, "gamma": gamma}, [left for _, left in fits]
 
 
 def _fit_layer(
-    stack: Float[Array, "E 3 F D"],
-    importance: Float[np.ndarray, "E F"],
-    sides: list[_Side],
-    masks: list[Float[Array, "B T"]],
+    weights: Float[Array, "3 P D"],
+    gram: Float[np.ndarray, "P P"],
+    cross: Float[np.ndarray, "D P"],
+    energy: float,
     *,
     width: int,
-    config: InitConfig,
-) -> tuple[Float[Array, "3 P D"], float]:
+    ridge: float,
+) -> tuple[Float[Array, "3 F D"], float]:
     """One layer's draft expert, and the share of the squared error that it leaves."""
-    if config.fit == "zero":
-        return copy_neurons(stack, most_important(importance, width)), 1.0
-    candidates = most_important(importance, max(width, min(width * config.pool, importance.size)))
-    weights = copy_neurons(stack, candidates)
-    moments = Moments(len(candidates), stack.shape[-1])
-    for side, mask in zip(sides, masks, strict=True):
-        moments.add(_features(weights, side.hidden), side.wanted, mask)
-    gram, cross = moments.gram, moments.cross
-    picked = np.arange(width)
-    if len(candidates) > width:
-        picked = np.sort(pick_features(gram, cross, width, ridge=config.ridge))
+    picked = np.sort(pick_features(gram, cross, width, ridge=ridge))
     gram, cross = gram[np.ix_(picked, picked)], cross[:, picked]
-    down = solve_ridge(gram, cross, ridge=config.ridge)
+    down = solve_ridge(gram, cross, ridge=ridge)
     explained = 2 * np.sum(cross.T * down) - np.sum(down * (gram @ down))
     weights = weights[:, picked].at[2].set(jnp.asarray(down, weights.dtype))
-    return weights, 1 - float(explained) / max(moments.energy, np.finfo(np.float64).tiny)
+    return weights, 1 - float(explained) / max(energy, np.finfo(np.float64).tiny)
 
 
 def mean_missing(
@@ -278,15 +247,11 @@ def mean_missing(
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
-def _missing_sums(definition: StackedDef, params: StackedParams, batch: Batch, *, r: int, dtype):
-    """Sum over counted tokens of each layer's left-out output, [L, D]."""
-    whole = Whole.of(batch)
-    block = block_size(batch["tokens"].size, definition.config)
-    x = _embedded(definition, params, batch, dtype)
+def _missing_sums(definition, params, batch, *, r: int, dtype: Any) -> Float[Array, "L D"]:
+    """Sum over counted tokens of each layer's left-out output."""
+    mask = batch["mask"].astype(dtype)
 
-    def body(x, pieces):
-        layer = nnx.merge(definition.layer, pieces[0])
-        half = target_half(layer, x, pieces[1], whole, r=r, block=block)
-        return half.x, jnp.einsum("btd,bt->d", half.missing, batch["mask"].astype(dtype))
+    def visit(half: TargetHalf, _: Array, __: None):
+        return jnp.einsum("btd,bt->d", half.missing, mask)
 
-    return jax.lax.scan(body, x, (params.layers, params.routed))[1]
+    return _scan_target(definition, params, batch, visit, None, r=r, dtype=dtype)

@@ -79,15 +79,12 @@ class TargetHalf(NamedTuple):
 
     Attributes:
       x: residual stream after the layer; hidden: normed input of router and experts; routing;
-      always, kept, missing: outputs of the shared experts, of the top r, and of the other chosen
-      ones.
+      missing: output of the chosen experts below the top r.
     """
 
     x: Float[Array, "B T D"]
     hidden: Float[Array, "B T D"]
     routing: Routing
-    always: Float[Array, "B T D"]
-    kept: Float[Array, "B T D"]
     missing: Float[Array, "B T D"]
 
 
@@ -112,7 +109,7 @@ def target_half(
     assert routing is not None
     kept = routed_output(h, top_r(routing, r), stack, block=block)
     missing = routed_output(h, below_r(routing, r), stack, block=block)
-    return TargetHalf(combine(x, always, kept + missing), h, routing, always, kept, missing)
+    return TargetHalf(combine(x, always, kept + missing), h, routing, missing)
 
 
 class DraftHalf(NamedTuple):
