@@ -26,7 +26,7 @@ from dejax.draft.path import below_r
 from dejax.errors import UsageError
 from dejax.model import Params
 from train.distill_step import Batch, TargetHalf, Whole, target_half
-from train.stacked import StackedDef, StackedParams, block_size, embed_outer
+from train.stacked import StackedDef, StackedParams, embed_outer
 
 RANKING_TOKENS = 4096
 """Rows on which neurons are ranked, about: each of them is seen by every expert."""
@@ -115,19 +115,20 @@ def _scan_target(
     whole = Whole.of(batch)
     options = dict(positions=whole.positions, mask=whole.visible, dtype=dtype)
     _, x = embed_outer(definition, params, batch["tokens"], **options)
-    block = block_size(batch["tokens"].size, definition.config)
 
     def body(x, pieces):
         layer_params, stack, piece = pieces
         layer = nnx.merge(definition.layer, layer_params)
-        half = target_half(layer, x, stack, whole, r=r, block=block)
+        half = target_half(layer, x, stack, whole, r=r, config=definition.config)
         return half.x, visit(half, stack, piece)
 
     return jax.lax.scan(body, x, (params.layers, params.routed, extra))[1]
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
-def _importance(definition, params, batch, *, r: int, dtype: Any) -> Float[Array, "L E F"]:
+def _importance(
+    definition: StackedDef, params: StackedParams, batch: Batch, *, r: int, dtype: Any
+) -> Float[Array, "L E F"]:
     """Importance of every routed neuron in one batch, over the experts below the top r."""
     mask = batch["mask"].reshape(-1)
 
@@ -139,7 +140,15 @@ def _importance(definition, params, batch, *, r: int, dtype: Any) -> Float[Array
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
-def _moments(definition, params, weights, batch, *, r: int, dtype: Any):
+def _moments(
+    definition: StackedDef,
+    params: StackedParams,
+    weights: Float[Array, "L 3 P D"],
+    batch: Batch,
+    *,
+    r: int,
+    dtype: Any,
+) -> tuple[Float[Array, "L P P"], Float[Array, "L D P"], Float[Array, " L"]]:
     """Sums of one batch for `Moments`, with candidates `weights` [L, 3, P, D]."""
     mask = batch["mask"].reshape(-1, 1).astype(dtype)
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -247,7 +256,9 @@ def mean_missing(
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
-def _missing_sums(definition, params, batch, *, r: int, dtype: Any) -> Float[Array, "L D"]:
+def _missing_sums(
+    definition: StackedDef, params: StackedParams, batch: Batch, *, r: int, dtype: Any
+) -> Float[Array, "L D"]:
     """Sum over counted tokens of each layer's left-out output."""
     mask = batch["mask"].astype(dtype)
 

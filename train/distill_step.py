@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from dejax.config import ModelConfig
 from dejax.draft.expert import draft_output
 from dejax.draft.path import below_r, routed_output, top_r
 from dejax.model import (
@@ -100,15 +101,29 @@ class Whole(NamedTuple):
         return cls(batch["positions"], causal_mask(batch["segment_ids"]))
 
 
+def _routed(
+    h: Float[Array, "B T D"], chosen: Routing, stack: Array, config: ModelConfig
+) -> Float[Array, "B T D"]:
+    """`routed_output` with the block size that suits so many assignments."""
+    tokens, per_token = h.shape[0] * h.shape[1], max(chosen.ids.shape[-1], 1)
+    return routed_output(h, chosen, stack, block=block_size(tokens, config, per_token=per_token))
+
+
 def target_half(
-    layer: DecoderLayer, x: Float[Array, "B T D"], stack: Array, whole: Whole, *, r: int, block: int
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    stack: Array,
+    whole: Whole,
+    *,
+    r: int,
+    config: ModelConfig,
 ) -> TargetHalf:
     """One full MoE layer, its routed output split into the top r and the rest."""
     x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
     h, routing, always = route(layer, x)
     assert routing is not None
-    kept = routed_output(h, top_r(routing, r), stack, block=block)
-    missing = routed_output(h, below_r(routing, r), stack, block=block)
+    kept = _routed(h, top_r(routing, r), stack, config)
+    missing = _routed(h, below_r(routing, r), stack, config)
     return TargetHalf(combine(x, always, kept + missing), h, routing, missing)
 
 
@@ -132,13 +147,19 @@ class DraftHalf(NamedTuple):
 
 
 def draft_half(
-    layer: DecoderLayer, x: Float[Array, "B T D"], stack: Array, whole: Whole, *, r: int, block: int
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    stack: Array,
+    whole: Whole,
+    *,
+    r: int,
+    config: ModelConfig,
 ) -> DraftHalf:
     """One MoE layer of the draft network, its draft expert left to the caller."""
     x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
     h, routing, always = route(layer, x)
     assert routing is not None
-    return DraftHalf(x, h, routing, always, routed_output(h, top_r(routing, r), stack, block=block))
+    return DraftHalf(x, h, routing, always, _routed(h, top_r(routing, r), stack, config))
 
 
 def paired_forward(
@@ -168,15 +189,14 @@ def paired_forward(
         dtype=dtype,
     )
     x = jax.lax.stop_gradient(x)
-    tokens, config = batch["tokens"].size, definition.config
-    block, small = block_size(tokens, config), block_size(tokens, config, per_token=max(r, 1))
+    options: Any = dict(r=r, config=definition.config)
 
     def body(carry, pieces):
         full, drafted = carry
         layer_params, stack, expert = pieces
         layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        target = target_half(layer, full, stack, whole, r=r, block=block)
-        draft_side = draft_half(layer, drafted, stack, whole, r=r, block=small)
+        target = target_half(layer, full, stack, whole, **options)
+        draft_side = draft_half(layer, drafted, stack, whole, **options)
         h = draft_side.hidden
         output = jnp.zeros_like(h) if expert is None else draft_output(expert, h)
         pair = LayerPair(
@@ -214,12 +234,11 @@ def local_residual(
         mask=whole.visible,
         dtype=dtype,
     )
-    block = block_size(batch["tokens"].size, definition.config)
 
     def body(full, pieces):
         layer_params, stack, expert = pieces
         layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        half = target_half(layer, full, stack, whole, r=r, block=block)
+        half = target_half(layer, full, stack, whole, r=r, config=definition.config)
         output = draft_output(expert, jax.lax.stop_gradient(half.hidden))
         return jax.lax.stop_gradient(half.x), residual_loss(output, half.missing, batch["mask"])
 

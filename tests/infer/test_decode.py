@@ -54,7 +54,8 @@ def engine(target):
 
 def run(engine, prompt=PROMPT, *, drafter=None, sampling=GREEDY, new=NEW, **settings: Any):
     """The trace of one prompt; a draft is never cut short unless `settings` say so."""
-    control = ControlConfig(**({"truncate": False} | settings))
+    settings.setdefault("truncate", False)
+    control = ControlConfig(**settings)
     options = DecodeOptions(max_new_tokens=new, sampling=sampling, control=control)
     return tuple(decode(engine, prompt, options, drafter=drafter))
 
