@@ -6,6 +6,7 @@ streamed, never all held.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -187,10 +188,12 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # damaged files end in whatever exception they happen to cause
         first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line})") from None
+    tokenizer.model_max_length = sys.maxsize  # lengths are checked against the context, by us
+    return tokenizer
 
 
 def check_dtype(dtype: str) -> Any:

@@ -121,7 +121,12 @@ def parse_bytes(text: str) -> int | None:
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise UsageError(f"{text!r} is not a size; expected for example 512MiB, 1.5GB, 0 or all")
-    return int(float(match[1]) * units[match[2].lower()])
+    size = float(match[1]) * units[match[2].lower()]
+    if not math.isfinite(size):
+        raise UsageError(
+            f"the size has {len(match[1])} digits; expected one that a machine can have"
+        )
+    return int(size)
 
 
 def format_bytes(size: int | None) -> str:
@@ -428,7 +433,36 @@ def write_json(path: Path | str, value: Any) -> None:
         sys.stdout.write(data.decode())
         sys.stdout.flush()
         return
-    path = Path(path).resolve()
+    write_whole(Path(path), data)
+
+
+def check_output(path: Path | str | None) -> None:
+    """Refuses, before any work is done, a place for results that cannot be a file.
+
+    Raises:
+      UsageError: it is empty, a folder, or below something that is no folder.
+    """
+    if path is None or str(path) == "-":
+        return
+    if not str(path) or str(path) == ".":
+        raise UsageError(
+            "the output file has an empty name; expected a path, or - for standard output"
+        )
+    if Path(path).is_dir():
+        raise UsageError(f"{path} is a folder; expected a file to write to")
+    parent = Path(path).resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"{path} cannot be written: {parent} is no folder")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file, whole or not at all; pipes and devices are written to, not replaced.
+
+    Folders on the way are made. Raises FailedError where the file cannot be written.
+    """
+    path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced

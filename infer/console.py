@@ -119,7 +119,7 @@ class _Lines:
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
         self.shown_at = meter.start
-        self.shown_done = -1.0
+        self.shown_done = 0.0
 
     def advance(self, count: int | float = 1, **fields: Any) -> None:
         self.meter.add(count, fields)

@@ -22,6 +22,7 @@ from infer.arguments import (
     ParsedBy,
     Positional,
     PositiveInt,
+    check_output,
     format_bytes,
     non_negative_int,
     parse,
@@ -116,8 +117,8 @@ def _normalise(target: Target, prompts: Sequence[Any], chat: bool) -> Iterator[t
             continue
         record: dict[str, Any] = {"id": index} | prompt
         text = record.get("prompt")
-        if not isinstance(text, str):
-            raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
+        if not isinstance(text, str) or not _is_text(text):
+            raise UsageError(f"prompt {record['id']} has no (UTF-8) text under 'prompt'")
         yield record, encode_prompt(target, text, chat=chat)
 
 
@@ -269,6 +270,22 @@ class Arguments:
             raise UsageError(f"--draft is for --mode draft-expert, not {self.mode}")
         if self.draft is None and self.mode == "draft-expert":
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
+        if self.r != 1 and self.mode == "ar":
+            raise UsageError("--r is for the modes that draft, not ar")
+        if self.prompt is not None and not _is_text(self.prompt):
+            raise UsageError("--prompt is not UTF-8 text")
+        SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
+        check_output(self.json)
+        check_output(self.trace)
+
+
+def _is_text(text: str) -> bool:
+    """Whether a string can be encoded: bytes that are not UTF-8 arrive as half surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Stream:
@@ -313,7 +330,8 @@ def main(argv: list[str]) -> int:
     target = load_target(args.model, args.dtype)
     draft = None if args.draft is None else resolve_draft(args.draft, target)
     one = len(prompts) == 1 and sys.stdout.isatty()
-    total = None if one else args.max_new_tokens * len(prompts)
+    most = min(args.max_new_tokens, target.config.context)
+    total = None if one else most * len(prompts)
     with progress("decode", total, "tokens") as bar:
         results = generate(
             target,
@@ -334,13 +352,13 @@ def main(argv: list[str]) -> int:
             chat=args.chat,
             on_round=_Stream(target, prompts, bar),
         )
+    if args.json != "-":
+        _show(results, streamed=one)
     if args.trace is not None:
         header = {"model": target.name, "mode": args.mode, "link": args.link}
         write_trace(args.trace, header, {result.id: result.trace for result in results})
     if args.json is not None:
         write_json(args.json, {"generations": [result.to_json() for result in results]})
-    if args.json != "-":
-        _show(results, streamed=one)
     return 0
 
 
@@ -356,7 +374,8 @@ def _show(results: Sequence[Generation], *, streamed: bool) -> None:
     joined = stats([record for result in results for record in result.trace])
     moved = sum(kind["bytes"] for kind in joined["loads"].values())
     rate = joined["acceptance_rate"]
-    parts = [f"{joined['emitted']} tokens in {joined['rounds']} rounds"]
+    tokens = sum(len(result.tokens) for result in results)
+    parts = [f"{tokens} tokens, after prefill in {joined['rounds']} rounds"]
     if joined["decode_tps"] is not None:
         parts.append(f"{joined['decode_tps']:.1f} tokens/s")
     if rate is not None:

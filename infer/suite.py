@@ -79,6 +79,8 @@ def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
     full: dict[str, Any] = six | dict(truncate=True, prefetch=True)
     greedy = [Run("AR", "ar")]
     greedy += [Run(f"top-{r}, K=4", "top-r", r=r) for r in (1, 2, 3) if r <= top_k]
+    if top_k >= 3:  # what prefetching alone gives
+        greedy.append(Run("top-3, K=4, prefetch", "top-r", r=3, prefetch=True))
     greedy += [
         Run("draft-expert, K=4", "draft-expert"),
         Run("draft-expert, K=6, truncated", "draft-expert", truncate=True, **six),

@@ -6,14 +6,14 @@ Every table and plot of acceptance, expansion, recall and cost is computed from 
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dejax.errors import FailedError, UsageError
+from dejax.errors import UsageError
 from dejax.shapes import Pair
+from infer.arguments import write_whole
 from infer.prefetch import LoadEvent
 
 SCHEMA = "dejax-trace/1"
@@ -106,18 +106,10 @@ def write_trace(
     Raises:
       FailedError: the file cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"schema": SCHEMA, **header}) + "\n")
-            for name, rounds in traces.items():
-                for round_ in rounds:
-                    file.write(json.dumps({"id": name, **to_record(round_)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise FailedError(f"{path}: the trace cannot be written ({error.strerror})") from None
+    lines = [json.dumps({"schema": SCHEMA, **header})]
+    for name, rounds in traces.items():
+        lines += [json.dumps({"id": name, **to_record(round_)}) for round_ in rounds]
+    write_whole(path, "".join(line + "\n" for line in lines).encode())
 
 
 def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, list[Round]]]:

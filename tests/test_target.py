@@ -64,6 +64,16 @@ def drop_head(folder):
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
 
 
+def in_shards(folder):
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_integers(folder):
+    key = "model.norm.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({key: tensors[key].astype(np.int64)}))
+
+
 BROKEN = {
     "gone": (lambda f: shutil.rmtree(f), "does not exist; expected a model folder, or the name"),
     "a file": (lambda f: (shutil.rmtree(f), f.touch()), "is not a folder"),
@@ -72,6 +82,12 @@ BROKEN = {
     "pickled": (only_pickled, "safetensors are needed; pytorch_model.bin is not read"),
     "cut short": (cut, "bytes, expected 914360: cut short"),
     "no head": (drop_head, "1 bad tensors: lm_head.weight: missing"),
+    "no shard": (in_shards, "shards listed but missing: model-00002-of-00002.safetensors"),
+    "integers": (as_integers, "1 bad tensors: model.norm.weight: dtype I64, expected BF16"),
+    "two heads": (
+        lambda f: set_config(f, tie_word_embeddings=True),
+        "lm_head.weight: differs from",
+    ),
     "not JSON": (
         lambda f: (f / "config.json").write_text("{"),
         "config.json: not readable as JSON",

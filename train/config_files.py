@@ -72,7 +72,7 @@ def _execute(path: Path) -> Any:
         raise UsageError(
             f"{error.filename}: line {error.lineno}: not Python: {error.msg}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f"{path}: line {lines[-1]}" if lines else f"{path}"

@@ -294,6 +294,11 @@ def make_stream(
     starts = [p.start for p in phases]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
         raise UsageError(f"data: phases start at {starts}, expected ascending steps from 0")
+    if not (Path(tokens_dir) / split / "meta.json").is_file():
+        raise UsageError(
+            f"data: {tokens_dir} has no {split} tokens; expected a folder that "
+            "`python -m train.data` wrote"
+        )
     if weights is None:
         meta = json.loads((Path(tokens_dir) / split / "meta.json").read_text())
         shares: Mapping[str, float] = meta["weights"]

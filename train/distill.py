@@ -150,10 +150,7 @@ def distill(
         params = initial_draft(teacher, batch_at, config) if initial is None else initial
         params = jax.tree.map(jnp.copy, params)  # training donates its state
     mesh = data_mesh()
-    if config.batch_size % mesh.size:
-        raise UsageError(
-            f"batch_size is {config.batch_size}; expected a multiple of the {mesh.size} devices"
-        )
+    _check_shape(config, teacher.config)
     step = make_step(
         optimizer,
         mesh,
@@ -185,6 +182,19 @@ def distill(
         training=to_json(config) | {"steps": config.loop.steps},
     )
     return trained, log
+
+
+def _check_shape(config: DistillConfig, model: ModelConfig) -> None:
+    """Refuses a batch that does not fit the target's context or divide over the devices."""
+    if config.seq_len > model.context:
+        raise UsageError(
+            f"seq_len is {config.seq_len}; expected at most the target's {model.context}"
+        )
+    devices = data_mesh().size
+    if config.batch_size % devices:
+        raise UsageError(
+            f"batch_size is {config.batch_size}; expected a multiple of the {devices} devices"
+        )
 
 
 def _check_resume(workdir: Path, run_info: dict[str, Any], *, resume: bool) -> bool:
@@ -289,10 +299,7 @@ def main(argv: list[str]) -> int:
 def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
     """Distills as configured, saves the draft under `out`, and tells how it went."""
     target = load_target(config.target, dtype=config.dtype)
-    if config.seq_len > target.config.context:
-        raise UsageError(
-            f"seq_len is {config.seq_len}; expected at most the target's {target.config.context}"
-        )
+    _check_shape(config, target.config)
     data = open_data(config, target)
     target_config, teacher = target.config, as_teacher(target)
     del target  # its arrays are copied: not held twice while training
@@ -331,6 +338,9 @@ def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
 def _print_plan(config: DistillConfig) -> dict[str, int]:
     """Prints parameters, tokens and memory, and returns them."""
     model = families.model_config(read_json(model_folder(config.target) / "config.json"))
+    _check_shape(config, model)
+    if config.data != "demo" and not Path(config.data).exists():
+        raise UsageError(f"{config.data}: no such data; expected JSON lines, a folder, or demo")
     plan = plan_distillation(
         model,
         draft_config(config, model),

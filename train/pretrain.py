@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from dejax import families
 from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
+from dejax.errors import UsageError
 from dejax.model import Transformer, logits_of
 from dejax.pytree import pytree
 from dejax.sharding import add_shards, data_mesh, per_shard, replicate, split_batch
@@ -220,6 +221,11 @@ def main(argv: list[str]) -> int:
     """Runs `dejax pretrain`."""
     args = parse(Arguments, argv, prog="dejax pretrain", description="Pretrain a small MoE.")
     config = load_config(args.config, args.set)
+    if not isinstance(config, PretrainConfig):
+        kind = type(config).__name__
+        raise UsageError(f"config {args.config}: makes a {kind}, no PretrainConfig")
+    stream = make_stream(args.data, config.phases, seed=config.seed)
+    lengths = token_lengths(load_tokenizer(args.data / "tokenizer"))
     use_cpu_devices(config.cpu_devices)
     mesh = data_mesh()
     model_config = families.model_config(config.model)
@@ -227,8 +233,6 @@ def main(argv: list[str]) -> int:
     optimizer = make_optimizer(config.optimizer, config.loop.steps)
     state = PretrainState(params=params, opt_state=optimizer.init(_tree(params)))
     state = replicate(state, mesh)
-    stream = make_stream(args.data, config.phases, seed=config.seed)
-    lengths = token_lengths(load_tokenizer(args.data / "tokenizer"))
     args.out.mkdir(parents=True, exist_ok=True)
 
     def evaluate(state: PretrainState) -> dict[str, float]:

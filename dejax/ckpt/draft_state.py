@@ -78,9 +78,10 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
       FailedError: it cannot be written.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and not (folder / CONFIG_FILE).is_file():
-        if not folder.is_dir() or any(folder.iterdir()):
-            raise UsageError(f"{folder}: exists and is no adapter; choose another folder")
+    if folder.exists() and not _is_replaceable(folder):
+        raise UsageError(
+            f"{folder}: exists and is not a draft adapter alone; choose another folder"
+        )
     config = {
         "schema": SCHEMA,
         "target": {
@@ -101,6 +102,7 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(draft_tensors(draft), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / WEIGHTS_FILE).chmod(0o644)  # safetensors makes files for the owner alone
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in (partial / WEIGHTS_FILE, partial / CONFIG_FILE, partial):
             _sync(path)
@@ -110,6 +112,20 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty, or holds a draft adapter of ours and nothing else."""
+    if not folder.is_dir():
+        return False
+    found = {path.name for path in folder.iterdir()}
+    if not found:
+        return True
+    if not found <= {WEIGHTS_FILE, CONFIG_FILE} or CONFIG_FILE not in found:
+        return False
+    config = read_json(folder / CONFIG_FILE)
+    target = config.get("target")
+    return "schema" in config and isinstance(target, dict) and "identity" in target
 
 
 def _replace_folder(partial: Path, folder: Path) -> None:
@@ -241,7 +257,7 @@ def resolve_draft(spec: str, target: Bound) -> Draft:
     word, colon, seed = spec.partition(":")
     if word != "init":
         return load_draft(spec, target)
-    if colon and not (seed.isascii() and seed.isdigit()):
-        raise UsageError(f"draft {spec!r}: {seed!r} is not a whole number >= 0; expected init:SEED")
+    if colon and not (seed.isascii() and seed.isdigit() and int(seed[:12]) < 2**32):
+        raise UsageError(f"draft {spec!r}: {seed!r} is no seed; expected init:SEED, 0 to 2^32 - 1")
     config = DraftConfig(width=target.config.moe.expert_width)
     return random_draft(target.config, config, seed=int(seed or 0), identity=target.identity)

@@ -261,6 +261,7 @@ def write_checkpoint(
     tensors = checkpoint_tensors(model.config, model, routed)
     tensors = {name: array.astype(dtype) for name, array in tensors.items()}
     save_file(tensors, partial / SINGLE_FILE, metadata={"format": "pt"})
+    (partial / SINGLE_FILE).chmod(0o644)  # safetensors makes files for the owner alone
     config = raw_config | {"dtype": jnp.dtype(dtype).name}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
