@@ -117,8 +117,10 @@ def _normalise(target: Target, prompts: Sequence[Any], chat: bool) -> Iterator[t
             continue
         record: dict[str, Any] = {"id": index} | prompt
         text = record.get("prompt")
-        if not isinstance(text, str) or not _is_text(text):
-            raise UsageError(f"prompt {record['id']} has no (UTF-8) text under 'prompt'")
+        if not isinstance(text, str):
+            raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
+        if not _is_text(text):
+            raise UsageError(f"prompt {record['id']} is not UTF-8 text")
         yield record, encode_prompt(target, text, chat=chat)
 
 

@@ -28,7 +28,7 @@ def _gathered(h: Float[Array, "1 D"], ids, gates, stack: Float[Array, "E 3 F D"]
     y = jnp.zeros_like(h)
     for index in range(ids.shape[1]):
         expert = order[index]
-        y = y + gates[0, expert].astype(h.dtype) * expert_output(h, stack[ids[0, expert]])
+        y = y + expert_output(h, stack[ids[0, expert]], weights=gates[0, expert][None])
     return y
 
 

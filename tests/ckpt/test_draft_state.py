@@ -156,9 +156,9 @@ def test_saving_replaces_an_adapter_and_nothing_else(folder, draft, tmp_path):
     assert load_draft(folder).config.width == 7
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all my work")
-    with pytest.raises(UsageError, match="exists and is no adapter"):
+    with pytest.raises(UsageError, match="choose another folder"):
         save_draft(tmp_path / "full", draft, CONFIG)
-    with pytest.raises(UsageError, match="exists and is no adapter"):
+    with pytest.raises(UsageError, match="choose another folder"):
         save_draft(tmp_path / "full" / "thesis.txt", draft, CONFIG)
     (tmp_path / "empty").mkdir()
     save_draft(tmp_path / "empty", draft, CONFIG)
@@ -188,5 +188,25 @@ def test_resolving_names(folder):
     other = resolve_draft("init:7", TARGET).layer_params(2)["weights"]
     assert not np.array_equal(first.layer_params(2)["weights"], other)
     for spec in ("init:", "init:x", "init:-1", "init:1.5"):
-        with pytest.raises(UsageError, match="is not a whole number >= 0"):
+        with pytest.raises(UsageError, match="is no seed"):
             resolve_draft(spec, TARGET)
+
+
+def test_an_adapter_of_another_kind_is_not_replaced(tmp_path, draft):
+    """Other libraries call their file adapter_config.json too."""
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UsageError, match="choose another folder"):
+        save_draft(folder, draft, CONFIG)
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match="choose another folder"):
+        save_draft(folder, draft, CONFIG)
+
+
+@pytest.mark.parametrize("spec", ["init:x", "init:-1", "init:4294967296", "init:" + "9" * 30])
+def test_seeds_of_untrained_drafts_are_checked(spec):
+    with pytest.raises(UsageError, match="is no seed"):
+        resolve_draft(spec, TARGET)

@@ -1,6 +1,7 @@
 """Command lines to dataclasses, prompt files in, JSON results out."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +11,15 @@ import pytest
 
 from dejax.errors import FailedError, UsageError
 from infer import arguments
-from infer.arguments import Bytes, ParsedBy, Positional, PositiveInt, parse_bytes
+from infer.arguments import (
+    Bytes,
+    ParsedBy,
+    Positional,
+    PositiveInt,
+    check_output,
+    parse_bytes,
+    write_whole,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,3 +277,26 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
     with pytest.raises(FailedError, match="cannot be written: Is a directory"):
         arguments.write_json(tmp_path, {"new": 1})
+
+
+def test_outputs_are_checked_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for place in (None, "-", tmp_path / "new" / "a.json", tmp_path / "file", "/dev/null"):
+        check_output(place)
+    for place in ("", tmp_path, tmp_path / "file" / "a.json"):
+        with pytest.raises(UsageError):
+            check_output(place)
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"hello")
+    assert os.read(reader, 10) == b"hello" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_size_beyond_any_machine_is_refused():
+    with pytest.raises(UsageError, match="400 digits"):
+        parse_bytes("9" * 400)

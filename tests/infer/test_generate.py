@@ -280,7 +280,7 @@ PROMPT = ["--prompt", "x"]
             [*PROMPT, "--mode", "draft-expert", "--draft", "nowhere"],
             "nowhere does not exist; expected an adapter folder",
         ),
-        ([*PROMPT, "--mode", "draft-expert", "--draft", "init:x"], "'x' is not a whole number"),
+        ([*PROMPT, "--mode", "draft-expert", "--draft", "init:x"], "'x' is no seed"),
     ],
     ids=lambda value: " ".join(value[-2:])[:40] if isinstance(value, list) else "",
 )

@@ -225,4 +225,5 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="nowhere: not readable as a trace"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(FailedError, match="cannot be written"):
-        write_trace(tmp_path / "no" / "folder", {}, {})
+        (tmp_path / "file").write_text("x")
+        write_trace(tmp_path / "file" / "trace", {}, {})
