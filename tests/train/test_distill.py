@@ -216,7 +216,7 @@ def test_a_dry_run_reads_no_weights(inputs, tmp_path, capsys):
         (["pretrain_tiny"], "makes a PretrainConfig, no DistillConfig"),
         (["distill_tiny", "--set", "losses.logits=1"], "did you mean 'logit'"),
         (["distill_tiny", "--set", "target=nowhere", "--dry-run"], "nowhere does not exist"),
-        (["distill_tiny", "--set", "draft.top_r=9", "--dry-run"], "top_r is 9"),
+        (["distill_tiny", "--set", "draft.top_r=9", "seq_len=64", "--dry-run"], "top_r is 9"),
     ],
 )
 def test_bad_calls_are_one_line(argv, message, inputs, tmp_path):
