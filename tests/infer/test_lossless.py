@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -279,6 +280,20 @@ def test_every_routed_expert_in_the_draft_path_makes_it_the_target(lab):
     top_k = SHAPES["shared"].moe.top_k
     result = stats(lab.run(case, Setting("top-r", top_k, control, True, Place())))
     assert result["acceptance_rate"] == 1.0 and result["drafted"] > 20
+
+
+def test_a_store_in_a_shorter_dtype_is_widened_exactly(lab):
+    target, prompt = lab.target("shared"), random_prompt(23)
+    short = {layer: stack.astype(jnp.bfloat16) for layer, stack in target.routed.items()}
+    rounded = {layer: stack.astype(jnp.float64) for layer, stack in short.items()}
+    store = store_of(dataclasses.replace(target, routed=short))
+    options = DecodeOptions(mode="top-r", max_new_tokens=16)
+    with Decoder(dataclasses.replace(target, routed=rounded)) as decoder:
+        expected = outcome(tuple(decode(decoder.engine, prompt, DecodeOptions(max_new_tokens=16))))
+    with Decoder(target, store=store) as decoder:
+        drafter = make_drafter(decoder.engine, options)
+        trace = tuple(decode(decoder.engine, prompt, options, drafter=drafter))
+    assert outcome(trace) == expected
 
 
 def test_seeds_and_samples_matter(lab):
