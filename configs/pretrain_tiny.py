@@ -10,7 +10,7 @@ from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.pretrain import PretrainConfig
 
-STEPS = 700
+STEPS = 2300
 
 
 def get_config() -> PretrainConfig:
@@ -53,13 +53,13 @@ def get_config() -> PretrainConfig:
         optimizer=OptimizerConfig(
             kind="muon",
             learning_rate=4e-3,
-            warmup_steps=100,
+            warmup_steps=50,
             decay_steps=STEPS // 5,
             weight_decay=0.05,
         ),
-        loop=LoopConfig(steps=STEPS, log_every=20, eval_every=400, save_every=100, keep=3),
+        loop=LoopConfig(steps=STEPS, log_every=20, eval_every=200, save_every=100, keep=3),
         seed=0,
         balance_weight=0.01,
-        spread_weight=0.2,
+        spread_weight=1.0,
         cpu_devices=2,
     )

@@ -7,6 +7,7 @@ is the composition root: the one place in `dejax` that reads argv, prints, and k
 import difflib
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import dejax
 from dejax.errors import FailedError, UsageError
+from dejax.paths import shown
 
 VERBS = {
     "demo": ("train.demo:main", "the whole job on the embedded target: distill, decode, check"),
@@ -36,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     What the user can mend is one line on standard error; only a defect of ours, or of a library,
     ends in a traceback.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a character shows its escape; standard error does so by itself.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -50,6 +55,18 @@ def main(argv: list[str] | None = None) -> int:
         # The reader is gone (`dejax ... | head`): give Python's own flush at exit a place to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        # A full disk or a lost permission is the machine's; without a file it is a defect.
+        if error.filename is None or error.strerror is None:
+            raise
+        _say("error", f"{shown(os.fsdecode(error.filename))}: {error.strerror.lower()}")
+        return FailedError.exit_status
+    except (MemoryError, RuntimeError) as error:
+        # XLA's way to say that the memory does not suffice.
+        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+            raise
+        _say("error", "not enough memory; make batches, caches or the model smaller")
+        return FailedError.exit_status
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ A layer is three pure functions, shared by every engine: *attend and route* (`at
 pytree, one [E, 3, F, D] array a MoE layer, or records of an expert store.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dejax.config import ModelConfig
+from dejax.nn.attention import Cache, make_attention, windowed_mask
 from dejax.nn.layers import RMSNorm, SwiGLU
-from dejax.nn.mla import MLA, LatentCache
 from dejax.nn.router import Router, Routing
 from dejax.pytree import pytree
 
@@ -45,7 +45,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, index: int, *, dtype=jnp.float32, rngs: nnx.Rngs):
         norm = dict(eps=config.norm_eps, dtype=dtype)
         self.input_norm = RMSNorm(config.width, **norm)
-        self.attention = MLA(config.attention, config.width, dtype=dtype, rngs=rngs)
+        self.attention = make_attention(config.attention, config.width, rngs=rngs, **norm)
         self.mlp_norm = RMSNorm(config.width, **norm)
         mlp = partial(SwiGLU, config.width, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         moe = index in config.moe_layers
@@ -78,10 +78,10 @@ def split_layer(layer: DecoderLayer) -> tuple[nnx.GraphDef, Params]:
     return definition, nnx.to_pure_dict(state)
 
 
-def split_outer(model: Transformer, *, layers: int = 0) -> tuple[nnx.GraphDef, Params]:
-    """As `split_layer`, of everything outside the layers but for the first `layers` of them."""
+def split_outer(model: Transformer, *, layers: Sequence[int] = ()) -> tuple[nnx.GraphDef, Params]:
+    """As `split_layer`, of everything outside the layers, and of these layers."""
     outer = nnx.clone(model)
-    outer.layers = nnx.List(list(outer.layers[:layers]))
+    outer.layers = nnx.List([outer.layers[index] for index in layers])
     definition, state = nnx.split(outer)
     return definition, nnx.to_pure_dict(state)
 
@@ -111,14 +111,15 @@ def attend_full(
 def attend_cached(
     layer: DecoderLayer,
     x: Float[Array, "R D"],
-    cache: LatentCache,
+    cache: Cache,
     *,
     start: Int[Array, ""],
     positions: Int[Array, " R"],
     mask: Bool[Array, "R S"],
-) -> tuple[Float[Array, "R D"], LatentCache]:
+) -> tuple[Float[Array, "R D"], Cache]:
     """Residual stream after attention of R new rows over the cache they are written to."""
-    out, cache = layer.attention.cached(
+    attention: Any = layer.attention  # of the kind that the cache is of
+    out, cache = attention.cached(
         layer.input_norm(x), cache, start=start, positions=positions, mask=mask
     )
     return x + out, cache
@@ -166,8 +167,48 @@ def layer_full(
     return combine(x, always, routed), LayerTap(hidden=h, routing=routing, routed=routed)
 
 
+@pytree(frozen=True)
+class Masks:
+    """Who may see whom in a pass: `whole`, and `windowed` for the layers with a sliding window.
+
+    [B, T, T] over sequences, [R, S] over a cache; `windowed` is None where no layer has a window.
+    """
+
+    whole: Bool[Array, "*rows S"]
+    windowed: Bool[Array, "*rows S"] | None
+
+    def of_layer(self, windowed: bool | Bool[Array, ""] | None) -> Bool[Array, "*rows S"]:
+        """The mask of a layer, given whether it has a window (None: no layer has one)."""
+        if self.windowed is None or windowed is None:
+            return self.whole
+        if isinstance(windowed, bool):
+            return self.windowed if windowed else self.whole
+        return jnp.where(windowed, self.windowed, self.whole)
+
+
 def causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
     """True where row i may see row j: not later, and in the same document."""
     length = segment_ids.shape[1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+
+def sequence_masks(
+    config: ModelConfig, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Masks:
+    """The masks of whole sequences, in which a row sees what came before it in its document."""
+    return with_window(config, causal_mask(segment_ids), positions, positions)
+
+
+def with_window(
+    config: ModelConfig,
+    mask: Bool[Array, "*rows S"],
+    positions: Int[Array, "*rows"],
+    slot_positions: Int[Array, "*batch S"],
+) -> Masks:
+    """The masks of all layers, from what a row may see in a layer without a window."""
+    window = config.window
+    if window is None:
+        return Masks(whole=mask, windowed=None)
+    windowed = windowed_mask(mask, positions, slot_positions, window)
+    return Masks(whole=mask, windowed=windowed)

@@ -22,12 +22,22 @@ from jaxtyping import Array, Float, Int
 from dejax import families
 from dejax.ckpt import hf_weights
 from dejax.ckpt.expert_store import ExpertStore
+from dejax.ckpt.gguf_weights import GGUFFile
 from dejax.ckpt.tensor_files import read_tensor
-from dejax.config import ModelConfig
+from dejax.config import ClampedSwiGLU, ModelConfig
 from dejax.errors import UsageError
-from dejax.model import Params, Transformer, causal_mask, embed, layer_full, logits_of, split_layer
+from dejax.model import (
+    Params,
+    Transformer,
+    embed,
+    layer_full,
+    logits_of,
+    sequence_masks,
+    split_layer,
+)
 from dejax.nn.experts import experts_of_tokens
 from dejax.nn.router import Routing
+from dejax.paths import existing_folder, kind_of, shown
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STORE_DIR = "experts"
@@ -69,8 +79,8 @@ class Target:
         if self.routed is not None:
             return self.routed[layer]
         assert self.store is not None
-        records = [self.store.read(layer, e) for e in range(self.config.moe.num_experts)]
-        return jnp.asarray(np.stack(records))
+        store, experts = self.store, range(self.config.moe.num_experts)
+        return jnp.asarray(np.stack([store.decode(store.read(layer, e)) for e in experts]))
 
     def __call__(self, tokens: Any) -> Float[Array, "B T V"]:
         """Next-token logits of whole sequences, each seen as one document from position 0.
@@ -84,12 +94,14 @@ class Target:
         """
         ids = jax.device_put(self._checked(tokens))
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        mask = causal_mask(jnp.zeros_like(ids))
+        masks = sequence_masks(self.config, positions, jnp.zeros_like(ids))
+        activation = self.config.moe.activation if self.config.experts else None
         x = embed(self.model, ids, self.compute_dtype)
         for index, layer in enumerate(self.model.layers):
             definition, params = split_layer(layer)
             stack = self.layer_experts(index) if index in self.config.moe_layers else None
-            x = _whole_layer(definition, params, stack, x, positions, mask)
+            mask = masks.of_layer(self.config.is_windowed(index))
+            x = _whole_layer(definition, activation, params, stack, x, positions, mask)
         return logits_of(self.model, x)
 
     def _checked(self, tokens: Any) -> Int[np.ndarray, "B T"]:
@@ -113,16 +125,23 @@ class Target:
         return ids.astype(np.int32)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _whole_layer(
-    definition: nnx.GraphDef, params: Params, stack: Array | None, x: Array, positions, mask
+    definition: nnx.GraphDef,
+    activation: ClampedSwiGLU | None,
+    params: Params,
+    stack: Array | None,
+    x: Array,
+    positions: Array,
+    mask: Array,
 ) -> Float[Array, "B T D"]:
     """One layer over whole sequences with the full MoE."""
 
     def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
         k = routing.ids.shape[-1]
         rows = (h.reshape(-1, h.shape[-1]), routing.ids.reshape(-1, k))
-        y = experts_of_tokens(*rows, routing.gates.reshape(-1, k), stack, block=16)
+        gates = routing.gates.reshape(-1, k)
+        y = experts_of_tokens(*rows, gates, stack, block=16, activation=activation)
         return y.reshape(h.shape)
 
     layer = nnx.merge(definition, params)
@@ -130,15 +149,25 @@ def _whole_layer(
 
 
 def target_identity(config: ModelConfig, model: Transformer) -> str:
-    """Hash of the configuration and of every router (as float32), as hexadecimal."""
+    """Hash of the configuration and of every router (as float32), as hexadecimal.
+
+    A dense target is told by its embedding instead, rounded to bfloat16.
+    """
     routers = (layer.router for layer in model.layers if layer.router is not None)
-    return _identity(config, (jax.device_get(router.weight[...]) for router in routers))
+    arrays = [jax.device_get(router.weight[...]) for router in routers]
+    return _identity(config, arrays or [_rounded(jax.device_get(model.embedding[...]))])
+
+
+def _rounded(array: np.ndarray) -> np.ndarray:
+    """The same numbers whatever dtype an array is held in."""
+    return array.astype(jnp.bfloat16)
 
 
 def checkpoint_identity(plan: hf_weights.CheckpointPlan) -> str:
     """`target_identity` of a checkpoint, read router by router without loading the rest."""
     paths = (f"layers.{index}.router.weight" for index in plan.config.moe_layers)
-    return _identity(plan.config, (read_tensor(plan.resident[path]) for path in paths))
+    arrays = [read_tensor(plan.resident[path]) for path in paths]
+    return _identity(plan.config, arrays or [_rounded(read_tensor(plan.resident["embedding"]))])
 
 
 def _identity(config: ModelConfig, routers: Iterable[np.ndarray]) -> str:
@@ -154,17 +183,50 @@ def model_folder(path: str | Path) -> Path:
     Raises:
       UsageError: it is missing, not a folder, has no `config.json`, or is half converted.
     """
-    folder = BUILT_IN if str(path) == "tiny" else Path(path)
-    if not folder.is_dir():
-        kind = "is not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {kind}; expected a model folder, or the name tiny")
-    if not (folder / "config.json").is_file():
-        if (folder / STORE_DIR).exists():
+    if str(path) == "tiny":
+        return BUILT_IN
+    folder = existing_folder(path, "a model folder, or the name tiny")
+    if kind_of(folder / "config.json") != "file":
+        if kind_of(folder / STORE_DIR):
             raise UsageError(
                 f"{folder}: the conversion is unfinished; run the same `dejax convert` again"
             )
-        raise UsageError(f"{folder}: no config.json; expected a Hugging Face or converted folder")
+        raise UsageError(
+            f"{shown(folder)}: no config.json; expected a Hugging Face or converted folder"
+        )
     return folder
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a target before its weights are read: enough to check a call against it.
+
+    Attributes:
+      config, identity, name: as of `Target`.
+      converted: whether its experts lie in a store.
+    """
+
+    config: ModelConfig
+    identity: str
+    name: str
+    converted: bool
+
+
+def read_outline(path: str | Path) -> Outline:
+    """The outline of a model folder; of its weights only the routers are read.
+
+    Raises:
+      UsageError: as `load_target`, but for the tokenizer.
+    """
+    folder = model_folder(path)
+    config = load_config(folder)
+    converted = (folder / STORE_DIR).exists()
+    plan = hf_weights.plan_checkpoint(folder, config, resident_only=converted)
+    return Outline(config, checkpoint_identity(plan), _name(path, folder), converted)
+
+
+def _name(path: str | Path, folder: Path) -> str:
+    return "tiny" if str(path) == "tiny" else folder.resolve().name
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -209,13 +271,15 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
     """Loads a target from a Hugging Face folder, a converted folder, or by the name "tiny".
 
     Args:
-      path: the folder, or "tiny".
+      path: the folder, or "tiny", or a GGUF file of a dense Llama model.
       dtype: what weights are held in; computation is in float32 (float64 for float64).
 
     Raises:
       UsageError: the folder, its configuration or its tensors are not what is expected.
     """
     held = check_dtype(dtype)
+    if Path(path).suffix == ".gguf":
+        return _load_gguf(Path(path), held)
     folder = model_folder(path)
     config = load_config(folder)
     if (folder / STORE_DIR).exists():
@@ -240,13 +304,27 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
         store=store,
         tokenizer=load_tokenizer(folder),
         identity=identity,
-        name="tiny" if str(path) == "tiny" else folder.name,
+        name=_name(path, folder),
+    )
+
+
+def _load_gguf(path: Path, dtype: Any) -> Target:
+    file = GGUFFile(path)
+    config, model = file.config(), file.read_model(dtype)
+    return Target(
+        config=config,
+        model=model,
+        routed={},
+        store=None,
+        tokenizer=file.tokenizer(),
+        identity=target_identity(config, model),
+        name=path.name,
     )
 
 
 def _read_stack(plan: hf_weights.CheckpointPlan, layer: int, dtype) -> Float[Array, "E 3 F D"]:
-    moe = plan.config.moe
-    stack = np.empty((moe.num_experts, 3, moe.expert_width, plan.config.width), dtype)
+    config = plan.config
+    stack = np.empty((config.moe.num_experts, *config.expert_shape), dtype)
     for expert, record in hf_weights.read_layer_experts(plan, layer, dtype=dtype):
         stack[expert] = record
     return jax.device_put(stack)

@@ -2,18 +2,15 @@
 
 A program declares its options as a dataclass, one docstring a field, and calls `parse`. What tyro
 needs to know beyond the type is said with this module's markers, so that a program's module stays
-importable without tyro. Prompts are read and `--json FILE` is written here too.
+importable without tyro.
 """
 
 import contextlib
 import dataclasses
 import difflib
 import io
-import json
 import math
-import os
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -21,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from dejax.errors import FailedError, UsageError
+from dejax.errors import UsageError
+from dejax.paths import existing_file, existing_folder, kind_of
+from infer.output import check_output, check_output_folder
+from infer.units import format_bytes, parse_bytes
 
 T = TypeVar("T")
 
@@ -106,39 +106,6 @@ def choice(values: Iterable[Any]) -> Callable[[str], Any]:
     return parse_choice
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-
-
-def parse_bytes(text: str) -> int | None:
-    """`"512MiB"`, `"1.5GB"`, `"0"` -> bytes; `"all"` -> None, no limit."""
-    if text == "all":
-        return None
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise UsageError(f"{text!r} is not a size; expected for example 512MiB, 1.5GB, 0 or all")
-    size = float(match[1]) * units[match[2].lower()]
-    if not math.isfinite(size):
-        raise UsageError(
-            f"the size has {len(match[1])} digits; expected one that a machine can have"
-        )
-    return int(size)
-
-
-def format_bytes(size: int | None) -> str:
-    """`536870912` -> `"512MiB"`, four digits; None -> `"all"`. The inverse of `parse_bytes`."""
-    if size is None:
-        return "all"
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.4g}{unit}"
-    return f"{size}B" if size else "0"
-
-
 Bytes = Annotated[int | None, ParsedBy(parse_bytes, "BYTES", format_bytes)]
 PositiveInt = Annotated[int, ParsedBy(positive_int, "INT")]
 NonNegativeInt = Annotated[int, ParsedBy(non_negative_int, "INT")]
@@ -146,11 +113,50 @@ PositiveFloat = Annotated[float, ParsedBy(positive_float, "FLOAT")]
 NonNegativeFloat = Annotated[float, ParsedBy(non_negative_float, "FLOAT")]
 ZeroToOne = Annotated[float, ParsedBy(zero_to_one, "FLOAT")]
 
+
+def _path(text: str) -> Path:
+    kind_of(text)  # refuses what the system does not take
+    return Path(text)
+
+
+def _input_file(text: str) -> Path:
+    return existing_file(text, "a file")
+
+
+def _input_folder(text: str) -> Path:
+    return existing_folder(text, "a folder")
+
+
+def _output_file(text: str) -> Path:
+    check_output(text)
+    return Path(text)
+
+
+def _output_folder(text: str) -> Path:
+    check_output_folder(text)
+    return Path(text)
+
+
+InputFile = Annotated[Path, ParsedBy(_input_file, "FILE")]
+"""A file that is there."""
+InputFolder = Annotated[Path, ParsedBy(_input_folder, "DIR")]
+"""A folder that is there."""
+OutputFile = Annotated[Path, ParsedBy(_output_file, "FILE")]
+"""A place where a file can be written, or `-`, which is standard output."""
+OutputFolder = Annotated[Path, ParsedBy(_output_folder, "DIR")]
+"""A place where a folder can be made or is."""
+Model = Annotated[str, ParsedBy(str, "MODEL")]
+"""A model folder, or the name `tiny`."""
+DraftSpec = Annotated[str, ParsedBy(str, "DIR|init[:SEED]")]
+"""What `dejax.ckpt.draft_state.resolve_draft` reads."""
+Settings = tuple[Annotated[str, ParsedBy(str, "KEY=VALUE")], ...]
+"""What `train.config_files.load_config` applies."""
+
 _BY_TYPE = {
     int: ParsedBy(integer, "INT"),
     float: ParsedBy(number, "FLOAT"),
-    str: ParsedBy(str, "STR"),
-    Path: ParsedBy(Path, "PATH"),
+    str: ParsedBy(str, "TEXT"),
+    Path: ParsedBy(_path, "PATH"),
 }
 
 
@@ -228,10 +234,10 @@ def _mirror(cls: type) -> type:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = []
     for field in dataclasses.fields(cls):
-        annotation = _annotation(field.name, hints[field.name])
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
+        annotation = _annotation(field.name, hints[field.name], default)
         if dataclasses.is_dataclass(default):  # tyro wants an instance of what it has been told
             default = annotation(**vars(default))
         mirrored = dataclasses.field(default=default, kw_only=bool(field.kw_only))
@@ -242,38 +248,56 @@ def _mirror(cls: type) -> type:
     )
 
 
-def _annotation(name: str, hint: Any) -> Any:
-    """The annotation that makes tyro read a field of ours with our parser, name and metavar."""
+def _annotation(name: str, hint: Any, default: Any) -> Any:
+    """The annotation that makes tyro read a field of ours with our parser, name and help."""
     import tyro
 
     base, metadata, optional = _unwrap(hint)
     if dataclasses.is_dataclass(base):
         return _mirror(typing.cast(type, base))
     if base is bool:
-        return bool
+        return _told(bool, None, "on" if default else "off")
     by_place = _POSITIONAL in metadata
     label = name.upper() if by_place else "--" + name.replace("_", "-")
     several = _takes_several(base, metadata)
     if several:
         base, metadata, _ = _unwrap(typing.get_args(base)[0])
-    word = Annotated[Any, _word(label, by_place, base, metadata, optional)]
+    parser = _parser(label, base, metadata)
+    word = Annotated[Any, _word(label, by_place, parser)]
     if several and by_place:
         return tyro.conf.Positional[tuple[word, ...]]
     if several:
-        return tyro.conf.UseAppendAction[tuple[tuple[word, ...], ...]]
-    return tyro.conf.Positional[word] if by_place else word
+        words = tyro.conf.UseAppendAction[tuple[tuple[word, ...], ...]]
+        return _told(words, f"{parser.metavar} ...", "")
+    if by_place:
+        return tyro.conf.Positional[word]
+    # An option without a default says in its own words what happens without it.
+    none = default is dataclasses.MISSING or (optional and default is None)
+    return _told(word, None, "" if none else parser.show(default))
 
 
-def _word(label: str, by_place: bool, base: Any, metadata: list[Any], optional: bool) -> Any:
-    """The tyro specification of one word with the parser that its type or its marker asks for."""
+def _told(annotation: Any, metavar: str | None, default: str) -> Any:
+    """An annotation with what its help shows for a value, and after the sentence."""
     import tyro
 
+    hint = f"(default: {default})" if default else ""
+    return Annotated[annotation, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+
+
+def _parser(label: str, base: Any, metadata: list[Any]) -> ParsedBy:
+    """How a word of this type is read: as its marker says, else as the type does."""
     parser = next((mark for mark in metadata if isinstance(mark, ParsedBy)), _BY_TYPE.get(base))
     if typing.get_origin(base) is Literal:
         values = typing.get_args(base)
         parser = ParsedBy(choice(values), "{" + ",".join(map(str, values)) + "}")
     if parser is None:
         raise TypeError(f"{label}: no parser for the type {base}; mark it with ParsedBy")
+    return parser
+
+
+def _word(label: str, by_place: bool, parser: ParsedBy) -> Any:
+    """The tyro specification of one word that `parser` reads."""
+    import tyro
 
     def read(words: list[str]) -> Any:
         try:
@@ -281,15 +305,12 @@ def _word(label: str, by_place: bool, base: Any, metadata: list[Any], optional: 
         except ValueError as error:
             raise _Rejected(f"{label}: {error}") from error
 
-    def show(value: Any) -> list[str]:
-        return ["none" if value is None and optional else parser.show(value)]
-
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=label if by_place else parser.metavar,
         instance_from_str=read,
         is_instance=lambda value: True,
-        str_from_instance=show,
+        str_from_instance=lambda value: [str(value)],
     )
 
 
@@ -361,121 +382,3 @@ def _one_line(boxed: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]|-{4,}", "", boxed).split("For full helptext")[0]
     _title, *lines = [line.strip() for line in plain.splitlines() if line.strip()]
     return " ".join(lines)
-
-
-# Files.
-
-
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a JSON lines file: objects with `id`, `prompt` and whatever else they carry.
-
-    A missing `id` becomes the line's number; blank lines are skipped.
-
-    Raises:
-        UsageError: with file and line, for what is no UTF-8, no JSON object, or has no `prompt`.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); expected JSON lines") from error
-    # JSON may hold the other separators of `splitlines` unescaped.
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_prompt(line, f"{path}: line {n}", n) for n, line in lines if line.strip()]
-    if not prompts:
-        raise UsageError(f'{path}: no prompts; expected JSON lines such as {{"prompt": "Hello"}}')
-    return prompts
-
-
-def _prompt(line: str, where: str, line_number: int) -> dict[str, Any]:
-    def no_number(word: str) -> Any:
-        raise ValueError(f"{word} is not a JSON number")
-
-    try:
-        record = json.loads(line, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict) or "prompt" not in record:
-        raise UsageError(f'{where}: no prompt; expected an object such as {{"prompt": "Hello"}}')
-    if not isinstance(record["prompt"], str):
-        raise UsageError(f"{where}: prompt is {record['prompt']!r}; expected a string")
-    if any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
-        raise UsageError(f"{where}: prompt holds half a surrogate pair, which is no text")
-    return {"id": line_number} | record
-
-
-def to_plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses are objects, arrays lists, nan and inf null."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): to_plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(entry) for entry in value]
-    if isinstance(value, Path):
-        return str(value)
-    tolist = getattr(value, "tolist", None)  # numpy and jax, arrays and scalars
-    if tolist is not None:
-        return to_plain(tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: Path | str, value: Any) -> None:
-    """Writes `to_plain(value)` to a file, whole or not at all, or to standard output for `-`.
-
-    Folders on the way are made. Raises FailedError where the file cannot be written.
-    """
-    text = json.dumps(to_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half a surrogate pair, which UTF-8 lacks, becomes the escape that JSON has for it.
-    data = text.encode("utf-8", "backslashreplace")
-    if str(path) == "-":
-        sys.stdout.write(data.decode())
-        sys.stdout.flush()
-        return
-    write_whole(Path(path), data)
-
-
-def check_output(path: Path | str | None) -> None:
-    """Refuses, before any work is done, a place for results that cannot be a file.
-
-    Raises:
-      UsageError: it is empty, a folder, or below something that is no folder.
-    """
-    if path is None or str(path) == "-":
-        return
-    if not str(path) or str(path) == ".":
-        raise UsageError(
-            "the output file has an empty name; expected a path, or - for standard output"
-        )
-    if Path(path).is_dir():
-        raise UsageError(f"{path} is a folder; expected a file to write to")
-    parent = Path(path).resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UsageError(f"{path} cannot be written: {parent} is no folder")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all; pipes and devices are written to, not replaced.
-
-    Folders on the way are made. Raises FailedError where the file cannot be written.
-    """
-    path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
-            path.write_bytes(data)
-            return
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with unfinished.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise FailedError(f"{path}: cannot be written: {error.strerror}") from error

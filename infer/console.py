@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from infer.units import format_number
+
 LINE_SECONDS = 5.0
 """Time between two plain lines of progress."""
 
@@ -25,6 +27,13 @@ class Advance(Protocol):
 
     def advance(self, count: int | float = 1, **fields: Any) -> None:
         """Counts `count` more units as done; `fields` are shown beside the rate."""
+        ...
+
+    def aside(self, what: str = "", units: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Around work whose time is in no rate, such as compiling; `what` is shown meanwhile.
+
+        `units` are done by it, and count for no rate either.
+        """
         ...
 
 
@@ -83,7 +92,7 @@ def print_table(
 def _cell(value: Any) -> str:
     if value is None or value != value:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 class _Meter:
@@ -91,7 +100,7 @@ class _Meter:
 
     def __init__(self, description: str, total: int | float | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0.0
+        self.done = self.untimed = 0.0
         self.fields: dict[str, Any] = {}
         self.start = time.monotonic()
 
@@ -99,12 +108,24 @@ class _Meter:
         self.done += count
         self.fields |= fields
 
+    @contextlib.contextmanager
+    def aside(self, units: int) -> Iterator[None]:
+        """Leaves the time of the block, and the units that it does, out of the rate."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.start += time.monotonic() - began
+            self.untimed += units
+
     def status(self) -> str:
         """Such as `120/400 steps  12.3 steps/s  22s left  loss 3.21`."""
         elapsed = time.monotonic() - self.start
-        rate = self.done / elapsed if elapsed > 0 else 0.0
+        timed = self.done - self.untimed
+        rate = timed / elapsed if elapsed > 0 else 0.0
         of = "" if self.total is None else f"/{self.total:.0f}"
-        parts = [f"{self.done:.0f}{of} {self.unit}", f"{rate:.3g} {self.unit}/s"]
+        parts = [f"{self.done:.0f}{of} {self.unit}"]
+        parts += [f"{format_number(rate)} {self.unit}/s"] if timed > 0 else []
         if self.total is not None and rate > 0 and self.done < self.total:
             parts.append(f"{_duration((self.total - self.done) / rate)} left")
         else:
@@ -125,6 +146,14 @@ class _Lines:
         self.meter.add(count, fields)
         if time.monotonic() - self.shown_at >= LINE_SECONDS:
             self.show()
+
+    @contextlib.contextmanager
+    def aside(self, what: str = "", units: int = 0) -> Iterator[None]:
+        if what:
+            say(f"{self.meter.description}: {what}")
+        with self.meter.aside(units):
+            yield
+        self.shown_at = time.monotonic()
 
     def show(self) -> None:
         """Says where the work is, unless that has just been said."""
@@ -156,6 +185,13 @@ class _Bar:
     def advance(self, count: int | float = 1, **fields: Any) -> None:
         self.meter.add(count, fields)
         self.bar.update(self.task, completed=self.meter.done, status=self.meter.status())
+
+    @contextlib.contextmanager
+    def aside(self, what: str = "", units: int = 0) -> Iterator[None]:
+        if what:
+            self.bar.update(self.task, status=what)
+        with self.meter.aside(units):
+            yield
 
 
 def _duration(seconds: float) -> str:

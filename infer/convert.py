@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dejax.ckpt.expert_store import DTYPES, ExpertStore, ExpertStoreWriter
+import numpy as np
+
+from dejax.ckpt import expert_codec
+from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
 from dejax.ckpt.hf_weights import CheckpointPlan, plan_checkpoint, read_layer_experts
 from dejax.ckpt.tensor_files import SINGLE_FILE, copy_tensors, equal_tensors, write_whole
 from dejax.errors import FailedError, UsageError
 from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
-from infer.arguments import Positional, format_bytes, parse, write_json
+from infer.arguments import Model, OutputFile, OutputFolder, Positional, parse
 from infer.console import print_table, progress, say
+from infer.output import check_output_folder, report
+from infer.units import format_bytes
 
-EXPERT_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-"""What `--experts` may ask for, as the store names it."""
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -70,8 +73,9 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
     Args:
       model: the folder, or "tiny".
       out: the folder to write; absent, empty, or begun by the same conversion.
-      experts: "bf16" or "f32"; None keeps what the checkpoint has (float16 becomes float32, which
-        holds it exactly).
+      experts: a key of `expert_codec.OPTIONS`; None keeps what the checkpoint has (float16 and FP8
+        become float32, MXFP4 becomes bfloat16, which hold them exactly). A quantised store is
+        another target: every mode is exact to it.
 
     Raises:
       UsageError: the model is not one, or `out` holds something else.
@@ -85,7 +89,7 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
         raise UsageError(f"{folder} has no MoE layers; there are no experts to convert")
     plan = plan_checkpoint(folder, config)
     stored = plan.expert_dtype.name
-    dtype = EXPERT_DTYPES[experts] if experts else {"float16": "float32"}.get(stored, stored)
+    dtype = expert_codec.OPTIONS[experts] if experts else {"float16": "float32"}.get(stored, stored)
     _check_out(out, folder)
     _check_room(out, plan, dtype)
     with _disk_errors(out):
@@ -94,7 +98,7 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
             out / STORE_DIR,
             layers=config.moe_layers,
             num_experts=config.moe.num_experts,
-            shape=(3, config.moe.expert_width, config.width),
+            shape=config.expert_shape,
             dtype=dtype,
             identity=checkpoint_identity(plan),
         )
@@ -119,8 +123,7 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
 
 def _check_out(out: Path, folder: Path) -> None:
     """Refuses an `out` that is neither new nor a conversion, before anything is written."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file; give a folder to write to")
+    check_output_folder(out)
     if out.resolve().is_relative_to(folder.resolve()):
         raise UsageError(f"{out} is inside the model's own folder; give another one")
     found = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
@@ -137,7 +140,8 @@ def _check_room(out: Path, plan: CheckpointPlan, dtype: str) -> None:
     records = (out / STORE_DIR).rglob("expert_*")
     there = sum(file.stat().st_size + _FILE_SLACK for file in records)
     experts = len(config.moe_layers) * config.moe.num_experts
-    needed = experts * (config.expert_params * DTYPES[dtype].itemsize + _FILE_SLACK)
+    record = expert_codec.record_bytes(dtype, config.expert_shape)
+    needed = experts * (record + _FILE_SLACK)
     needed += sum(entry.nbytes + _FILE_SLACK for entry in plan.resident.values()) - there
     disk = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(disk).free
@@ -150,15 +154,18 @@ def _check_room(out: Path, plan: CheckpointPlan, dtype: str) -> None:
 
 def _write_experts(writer: ExpertStoreWriter, plan: CheckpointPlan, dtype: str) -> None:
     """Every record in order; those already there are checked to be the same."""
-    config, held = plan.config, DTYPES[dtype]
+    config = plan.config
+    held = expert_codec.PLAIN.get(dtype, np.dtype(np.float32))
+    size = expert_codec.record_bytes(dtype, config.expert_shape) / _MB
     if writer.done:
         say(f"continuing: {len(writer.done)} experts are there already, and are compared")
-    with progress("experts", config.routed_params * held.itemsize / _MB, "MB") as bar:
+    count = len(config.moe_layers) * config.moe.num_experts
+    with progress("experts", count * size, "MB") as bar:
         for layer in config.moe_layers:
             for expert, record in read_layer_experts(plan, layer, dtype=held):
                 with _disk_errors(f"layer {layer}, expert {expert}"):
                     writer.write(layer, expert, record)
-                bar.advance(record.nbytes / _MB, layer=layer)
+                bar.advance(size, layer=layer)
 
 
 def _write_rest(folder: Path, out: Path, plan: CheckpointPlan) -> None:
@@ -209,14 +216,15 @@ def _disk_errors(where: object) -> Iterator[None]:
 class Arguments:
     """Arguments of `dejax convert`."""
 
-    model: Positional[str]
+    model: Positional[Model]
     """A Hugging Face folder, or tiny."""
-    out: Path
+    out: OutputFolder
     """Folder to write: new, or left behind by a stopped run of the same command."""
-    experts: Literal["bf16", "f32"] | None = None
-    """Precision of the stored experts; as in the checkpoint unless given."""
-    json: str | None = None
-    """Write what was done as JSON here; - is standard output."""
+    experts: Literal["bf16", "f32", "fp8", "int8", "int4"] | None = None
+    """How experts are stored and moved; as in the checkpoint unless given. The last three quantise
+    them, in groups of 32 weights: that is another target, and every mode is exact to it."""
+    json: OutputFile | None = None
+    """Write what was done here as JSON; - is standard output."""
 
 
 def main(argv: list[str]) -> int:
@@ -224,15 +232,15 @@ def main(argv: list[str]) -> int:
     about = "Turn a Hugging Face folder into resident weights and an expert store."
     args = parse(Arguments, argv, prog="dejax convert", description=about)
     done = convert(args.model, args.out, experts=args.experts)
-    if args.json is not None:
-        write_json(args.json, done)
-    if args.json != "-":
-        there = f" ({done.already_there} were there already)" if done.already_there else ""
-        size = format_bytes(done.expert_bytes)
-        rows = [
-            ("experts", f"{done.experts} as {done.dtype}, {size}{there}"),
-            ("other weights", format_bytes(done.resident_bytes)),
-            ("identity", done.identity),
-        ]
-        print_table(f"{done.out}: converted and checked", ("part", "written"), rows)
+    report(args.json, done, lambda: _show(done))
     return 0
+
+
+def _show(done: Conversion) -> None:
+    there = f" ({done.already_there} were there already)" if done.already_there else ""
+    rows = [
+        ("experts", f"{done.experts} as {done.dtype}, {format_bytes(done.expert_bytes)}{there}"),
+        ("other weights", format_bytes(done.resident_bytes)),
+        ("identity", done.identity),
+    ]
+    print_table(f"{done.out}: converted and checked", ("part", "written"), rows)

@@ -14,6 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
+from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.shapes import Pair
 from dejax.spec.accept import accept, draft_limit, finish
@@ -102,6 +103,25 @@ class Proposal:
     used: frozenset[Pair]
 
 
+def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) -> None:
+    """Refuses options that do not fit a target; `drafts` tells whether it has draft experts.
+
+    Raises:
+      UsageError: the target has no experts, r exceeds its top-k, or the mode needs draft experts
+        and there are none.
+    """
+    if not config.moe_layers:
+        raise UsageError("the target has no MoE layers; there are no experts to decode with")
+    if options.mode == "ar":
+        return
+    top_k = config.moe.top_k
+    if options.r > top_k:
+        raise UsageError(f"r is {options.r}; the target routes to {top_k} experts per token")
+    if drafts != (options.mode == "draft-expert"):
+        needs = "takes no draft experts" if drafts else "needs draft experts"
+        raise UsageError(f"mode {options.mode} {needs}: give --draft only with draft-expert")
+
+
 def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
     """The drafter of a mode, None for `ar`.
 
@@ -110,12 +130,7 @@ def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
     """
     if options.mode == "ar":
         return None
-    top_k = engine.target.config.moe.top_k
-    if options.r > top_k:
-        raise UsageError(f"r is {options.r}; the target routes to {top_k} experts per token")
-    if (engine.draft is not None) != (options.mode == "draft-expert"):
-        needs = "needs draft experts" if engine.draft is None else "takes no draft experts"
-        raise UsageError(f"mode {options.mode} {needs}: give --draft only with draft-expert")
+    check_options(options, engine.target.config, drafts=engine.draft is not None)
     return PathDrafter(engine, options.r)
 
 

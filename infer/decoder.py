@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import numpy as np
@@ -15,15 +16,20 @@ from infer.engine import Engine
 from infer.link import Link, parse_link
 from infer.residency import Residency
 from infer.trace import Round
+from infer.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where experts live: bytes of the two caches (None: unlimited), and the link they cross."""
+    """Where experts live: bytes of the two caches (None: unlimited), and the link they cross.
+
+    `unpack` is where quantised experts are decoded, as in `Residency`.
+    """
 
     device_cache: int | None = 0
     host_cache: int | None = None
     link: Link = field(default_factory=lambda: parse_link("real"))
+    unpack: Literal["host", "device"] | None = None
 
 
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
@@ -39,25 +45,36 @@ def expert_store(target: Target, offload: Offload) -> ExpertStore:
     assert target.routed is not None
     config = target.config
     some = target.routed[config.moe_layers[0]]
-    size = sum(stack.nbytes for stack in target.routed.values())
-    if offload.host_cache is not None and size > offload.host_cache:
-        raise UsageError(
-            f"{target.name} is not converted and its experts ({size} bytes) exceed the host cache "
-            f"({offload.host_cache} bytes); run: dejax convert {target.name} --out DIR"
-        )
-    shape, dtype = tuple(some.shape[1:]), some.dtype.name
+    # The store knows no float16; float32 holds it exactly.
+    dtype = some.dtype if some.dtype != np.float16 else np.dtype(np.float32)
+    size = sum(stack.size * dtype.itemsize for stack in target.routed.values())
+    check_host_cache(target.name, size, offload.host_cache)
+    shape = tuple(some.shape[1:])
     with ExpertStoreWriter(
         None,
         layers=config.moe_layers,
         num_experts=config.moe.num_experts,
         shape=shape,
-        dtype=dtype,
+        dtype=dtype.name,
         identity=target.identity,
     ) as writer:
         for layer, stack in target.routed.items():
             for expert, record in enumerate(np.asarray(jax.device_get(stack))):
-                writer.write(layer, expert, record)
+                writer.write(layer, expert, record.astype(dtype, copy=False))
         return writer.finish()
+
+
+def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
+    """Refuses an unconverted target whose experts, of `size` bytes, exceed the host cache.
+
+    Raises:
+      UsageError: they do.
+    """
+    if host_cache is not None and size > host_cache:
+        raise UsageError(
+            f"{name} is not converted and its experts ({format_bytes(size)}) exceed the host cache "
+            f"({format_bytes(host_cache)}); run: dejax convert {name} --out DIR"
+        )
 
 
 class Decoder:
@@ -93,6 +110,7 @@ class Decoder:
             host_cache_bytes=offload.host_cache if store.path is not None else 0,
             link=offload.link,
             compute_dtype=dtype,
+            unpack=offload.unpack,
             # About what the rows of a draft of six need: more is rarely predicted right.
             prefetch_bytes=4 * config.moe.top_k * len(config.moe_layers) * size,
         )

@@ -13,6 +13,7 @@ import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params, split_layer, split_outer
-from dejax.nn.mla import LatentCache
+from dejax.nn.attention import Cache
 from dejax.shapes import Pair
 from dejax.target import Target
 from infer.residency import Residency
@@ -92,7 +93,7 @@ class Engine:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self):
-        model = self.target.model
+        model, config = self.target.model, self.target.config
         # One split per layer: the loop passes plain arrays, never walks the module graph.
         splits = [split_layer(layer) for layer in model.layers]
         self._layers = [(layer_step(definition), params) for definition, params in splits]
@@ -100,14 +101,23 @@ class Engine:
         self._embed, self._logits = outer_steps(definition)
         self._draft_params = {}
         if self.draft is not None:
-            for layer in self.target.config.moe_layers:
+            for layer in config.moe_layers:
                 self._draft_params[layer] = jax.device_put(self.draft.layer_params(layer))
         # Scratch rows of the widest block lie behind the last committed slot.
         self._slots = self.capacity + PREFILL_ROWS
         self._like = jax.device_put(np.zeros((), self.target.compute_dtype))
-        most = min(self.target.config.moe.num_experts, EXPERT_BUCKETS[-1])
+        self._visible = visible(config, self._slots)
+        self._windowed = [config.is_windowed(index) for index in range(config.num_layers)]
+        self._moe_layers = config.moe_layers
+        most, activation = 1, None
+        if config.experts is not None:
+            most = min(config.experts.num_experts, EXPERT_BUCKETS[-1])
+            activation = config.experts.activation
+        options: Any = dict(activation=activation, packing=self.residency.packing)
+        self._add_experts = partial(add_experts, **options)
+        self._sum_experts = partial(sum_experts, **options)
         self._buckets = (*(b for b in EXPERT_BUCKETS if b < most), most)
-        self._caches: list[LatentCache] = []
+        self._caches: list[Cache] = []
 
     def begin(self) -> None:
         """Empties the KV cache for a new sequence."""
@@ -141,34 +151,39 @@ class Engine:
 
         Runs them on zeros; the experts' store is not touched, and a sequence under way is lost.
         """
-        config = self.target.config
         sizes = [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
         self.begin()
         for size in [*sizes, PREFILL_ROWS]:
-            prefill = size == PREFILL_ROWS
             x, routed = self._warm_layers(size)
-            # With more experts than a group holds, what is left for the last one may be any number.
-            most = min(config.moe.top_k * size, config.moe.num_experts)
-            grouped = most > self._buckets[-1]
-            low = 1 if grouped else bucket(config.moe.top_k, self._buckets)
-            high = bucket(min(most, self._buckets[-1]), self._buckets)
-            counts = [b for b in self._buckets if low <= b <= high]
-            for count in self._buckets[-1:] if prefill else counts:
-                self._warm_experts(routed, count, grouped=grouped)
-            if size == 1 and r is not None:
-                draft = self._draft_params.get(self._moe_layers[0])
-                self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
-            self._rows_logits(x, size, 1 if prefill else size)
+            if routed:
+                self._warm_buckets(routed, size, r=r)
+            self._rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
+
+    def _warm_buckets(self, routed: tuple, size: int, *, r: int | None) -> None:
+        """Compiles the expert steps that passes of `size` rows can need."""
+        moe, prefill = self.target.config.moe, size == PREFILL_ROWS
+        # With more experts than a group holds, what is left for the last one may be any number.
+        most = min(moe.top_k * size, moe.num_experts)
+        grouped = most > self._buckets[-1]
+        low = 1 if grouped else bucket(moe.top_k, self._buckets)
+        high = bucket(min(most, self._buckets[-1]), self._buckets)
+        counts = [b for b in self._buckets if low <= b <= high]
+        for count in self._buckets[-1:] if prefill else counts:
+            self._warm_experts(routed, count, grouped=grouped)
+        if size == 1 and r is not None:
+            draft = self._draft_params.get(self._moe_layers[0])
+            self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
 
     def _warm_layers(self, size: int) -> tuple[Array, tuple]:
         """One run of each kind of layer over `size` rows; the last residual stream and routing."""
         inputs = self._inputs([0] * size, 0, None, size)
         tokens, positions, start, ancestors = inputs
         x = self._embed(self._outer, tokens, self._like)
-        mask = visible(self._slots, start, ancestors)
+        masks = self._visible(start, positions, ancestors)
         routed = ()
-        for index in {0, self._moe_layers[0]}:
+        for index in {0, *self._moe_layers[:1]}:
             step, params = self._layers[index]
+            mask = masks.of_layer(self._windowed[index])
             out, self._caches[index] = step(params, x, self._caches[index], start, positions, mask)
             routed = out if index in self._moe_layers else routed
         return x, routed
@@ -177,16 +192,18 @@ class Engine:
         self, routed: tuple, count: int, *, grouped: bool = False, draft: Params | None = None
     ) -> None:
         config = self.target.config
-        shape = (3, config.moe.expert_width, config.width)
-        zero = jax.device_put(np.zeros(shape, self._like.dtype))
+        zero = np.zeros(config.expert_shape, self._like.dtype)
+        if self.residency.packing is not None:
+            zero = np.zeros(self.residency.bytes_per_expert, np.uint8)
+        zero = jax.device_put(zero)
         ids = jax.device_put(np.full(count, -1, np.int32))
-        add_experts(*routed, ids, (zero,) * count, None, draft)
+        self._add_experts(*routed, ids, (zero,) * count, None, draft)
         if grouped:
             before = routed[2]  # any array of a sum's shape
-            add_experts(*routed, ids, (zero,) * count, before, draft)
+            self._add_experts(*routed, ids, (zero,) * count, before, draft)
             if count == self._buckets[-1]:
-                sum_experts(*routed[2:], ids, (zero,) * count, None)
-                sum_experts(*routed[2:], ids, (zero,) * count, before)
+                self._sum_experts(*routed[2:], ids, (zero,) * count, None)
+                self._sum_experts(*routed[2:], ids, (zero,) * count, before)
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -219,9 +236,10 @@ class Engine:
         size = bucket(rows, ROW_BUCKETS) if size is None else size
         tokens_in, positions, start_in, ancestors = self._inputs(tokens, start, parents, size)
         x = self._embed(self._outer, tokens_in, self._like)
-        mask = visible(self._slots, start_in, ancestors)
+        masks = self._visible(start_in, positions, ancestors)
         routed_ids, top_gates, used = {}, [], set()
         for index, (step, params) in enumerate(self._layers):
+            mask = masks.of_layer(self._windowed[index])
             out, self._caches[index] = step(
                 params, x, self._caches[index], start_in, positions, mask
             )
@@ -242,11 +260,6 @@ class Engine:
             np.stack(top_gates, axis=1)[list(shown)] if top_gates else np.zeros((rows_wanted, 0))
         )
         return PassResult(logits=logits, routes=routes, gates=gates, used=frozenset(used))
-
-    @property
-    def _moe_layers(self) -> range:
-        config = self.target.config
-        return range(config.moe.first_dense, config.num_layers)
 
     def _inputs(
         self, tokens: Sequence[int], start: int, parents: Sequence[int] | None, size: int
@@ -277,13 +290,13 @@ class Engine:
         group, before, first = self._buckets[-1], None, 0
         while len(unique) - first > group:
             part = self._acquire(layer, unique[first : first + group], kind, group)
-            before = sum_experts(h, ids, gates, *part, before)
+            before = self._sum_experts(h, ids, gates, *part, before)
             first += group
         # A prefill block may use any number of experts: one size keeps it to one compilation.
         rest = len(unique) - first
         size = group if h.shape[0] == PREFILL_ROWS else bucket(rest, self._buckets)
         acquired = self._acquire(layer, unique[first:], kind, size)
-        x = add_experts(x, always, h, ids, gates, *acquired, before, draft)
+        x = self._add_experts(x, always, h, ids, gates, *acquired, before, draft)
         if kind == "demand":
             self.residency.release(layer)
         return x, ids_host, gates_host[:rows, 0], unique

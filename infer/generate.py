@@ -4,9 +4,9 @@
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
@@ -14,28 +14,32 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
 from dejax.spec.sampling import SamplingConfig
-from dejax.target import Target, load_target
+from dejax.target import Target, check_dtype, load_target, read_outline
 from infer.arguments import (
     Bytes,
+    DraftSpec,
+    InputFile,
+    Model,
     NonNegativeFloat,
     NonNegativeInt,
+    OutputFile,
     ParsedBy,
     Positional,
     PositiveInt,
-    check_output,
-    format_bytes,
     non_negative_int,
+    number,
     parse,
-    read_prompts,
-    write_json,
 )
 from infer.console import progress, say
-from infer.decode import DecodeOptions, Mode
-from infer.decoder import Decoder, Offload
+from infer.decode import DecodeOptions, Mode, check_options
+from infer.decoder import Decoder, Offload, check_host_cache
 from infer.engine import LAYOUT
 from infer.link import parse_link
+from infer.output import report
+from infer.prompts import encode_prompts, is_text, read_prompts
 from infer.report import stats
 from infer.trace import Round, write_trace
+from infer.units import format_decimal_bytes
 
 CAPACITY_STEP = 256
 Budget = int | Literal["cache", "off"]
@@ -65,23 +69,6 @@ class Generation:
         return self.passed_through | record | {"lossless": self.lossless, "stats": self.stats}
 
 
-def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int]:
-    """Token ids of a prompt; with `chat`, as the user's turn of the tokenizer's chat template.
-
-    Raises:
-      UsageError: the target has no tokenizer.
-    """
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name} has no tokenizer; give prompts as token ids")
-    if chat and target.tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        text = target.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return target.tokenizer.encode(text, add_special_tokens=False)
-    return target.tokenizer.encode(prompt)
-
-
 def to_generation(
     target: Target, prompt: dict[str, Any], ids: list[int], trace: tuple[Round, ...], options: Any
 ) -> Generation:
@@ -105,47 +92,6 @@ def to_generation(
     )
 
 
-def _normalise(target: Target, prompts: Sequence[Any], chat: bool) -> Iterator[tuple[dict, list]]:
-    """(record, token ids) of prompts given as text, as token ids, or as records with `prompt`."""
-    if isinstance(prompts, str):
-        raise UsageError("prompts is one text; expected a list of prompts")
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, dict):
-            yield {"id": index, "prompt": ""}, [int(token) for token in prompt]
-            continue
-        record: dict[str, Any] = {"id": index} | prompt
-        text = record.get("prompt")
-        if not isinstance(text, str):
-            raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
-        if not _is_text(text):
-            raise UsageError(f"prompt {record['id']} is not UTF-8 text")
-        yield record, encode_prompt(target, text, chat=chat)
-
-
-def _check_prompts(target: Target, encoded: Sequence[tuple[dict, list]]) -> None:
-    config = target.config
-    seen: set[str] = set()
-    for record, ids in encoded:
-        if str(record["id"]) in seen:
-            raise UsageError(f"two prompts have the id {record['id']!r}; expected each id once")
-        seen.add(str(record["id"]))
-        if not ids:
-            raise UsageError(f"prompt {record['id']} has no tokens; expected at least one")
-        if len(ids) >= config.context:
-            raise UsageError(
-                f"prompt {record['id']} has {len(ids)} tokens; the context of {config.context} "
-                "leaves no room for a new one"
-            )
-        outside = [i for i in ids if not 0 <= i < config.vocab_size]
-        if outside:
-            raise UsageError(
-                f"prompt {record['id']} has token {outside[0]}; the vocabulary has "
-                f"{config.vocab_size} tokens"
-            )
-
-
 def generate(
     target: Target,
     prompts: Sequence[Any],
@@ -165,6 +111,7 @@ def generate(
     link: str = "real",
     chat: bool = True,
     on_round: Callable[[int, Round], None] = lambda index, record: None,
+    aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Generation]:
     """Decodes prompts one after another; tokens do not depend on mode, caches, prefetch or link.
 
@@ -178,6 +125,7 @@ def generate(
       link: "real" or "sim:GBPS[,LATENCY_US]".
       chat: use the tokenizer's chat template.
       on_round: called with the prompt's index and each trace record.
+      aside: given what is done before the first token, makes the context it is done in.
 
     Raises:
       UsageError: an option or a prompt does not fit the target.
@@ -191,18 +139,48 @@ def generate(
         control=ControlConfig() if control is None else control,
         prefetch=prefetch,
     )
-    encoded = list(_normalise(target, prompts, chat))
-    _check_prompts(target, encoded)
+    check_options(options, target.config, drafts=draft is not None)
+    encoded = encode_prompts(target, prompts, chat=chat)
     longest = max((len(ids) for _, ids in encoded), default=1) + max_new_tokens
     capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
     offload = Offload(device_cache=device_cache, host_cache=host_cache, link=parse_link(link))
     results = []
-    with Decoder(target, draft=draft, offload=offload, capacity=capacity) as decoder:
+    with ExitStack() as stack:
+        with aside("compiling"):
+            decoder = Decoder(target, draft=draft, offload=offload, capacity=capacity)
+            stack.enter_context(decoder)
+            if encoded:
+                decoder.warm_up(options)
         for index, (record, ids) in enumerate(encoded):
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
             trace = decoder.run(ids, options, on_round=seen)
             results.append(to_generation(target, record, ids, trace, options))
     return results
+
+
+HALF = "half of what a token uses"
+
+
+def top_mass(text: str) -> float:
+    """`--top-p`: above 0, at most 1."""
+    value = number(text)
+    if not 0 < value <= 1:
+        raise UsageError(f"{text!r} is out of range; expected a number above 0, at most 1")
+    return value
+
+
+def sampling_seed(text: str) -> int:
+    """`--seed`: 32 bits."""
+    value = non_negative_int(text)
+    if value >= 2**32:
+        raise UsageError(f"{text!r} is out of range; expected 0 to {2**32 - 1}")
+    return value
+
+
+def link_text(text: str) -> str:
+    """`--link`, once it is known to be one."""
+    parse_link(text)
+    return text
 
 
 def parse_budget(text: str) -> Budget:
@@ -216,54 +194,56 @@ def parse_budget(text: str) -> Budget:
 class Arguments:
     """Arguments of `dejax generate`."""
 
-    model: Positional[str]
+    model: Positional[Model]
     """A Hugging Face folder, a converted folder, or tiny."""
     prompt: str | None = None
-    """One prompt."""
-    prompts: Path | None = None
-    """A file of JSON lines with id and prompt."""
+    """The text of one prompt; either this or --prompts is needed."""
+    prompts: InputFile | None = None
+    """Prompts as JSON lines: an object with prompt, and maybe id, a line."""
     mode: Mode = "ar"
-    """How to decode; all modes emit the same tokens."""
-    draft: str | None = None
-    """Draft experts: an adapter folder, or init[:SEED] for untrained ones."""
+    """How to decode: one token a step, or drafting with top-r or draft experts; same tokens."""
+    draft: DraftSpec | None = None
+    """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
     r: PositiveInt = 1
-    """Routed experts that the drafter keeps."""
+    """Routed experts a layer that the drafter keeps, at most the target's top-k."""
     max_new_tokens: PositiveInt = 64
-    """Most new tokens of a prompt."""
+    """New tokens of a prompt at most; the target's context ends it earlier."""
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy; above, seeded sampling."""
+    """Temperature of seeded sampling; 0 is greedy."""
     top_k: NonNegativeInt = 0
-    """Sample among the k likeliest tokens only (0: all)."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens of this mass only."""
-    seed: NonNegativeInt = 0
-    """Seed of the sampling noise."""
+    """Sample among so many of the likeliest tokens only; 0 is all."""
+    top_p: Annotated[float, ParsedBy(top_mass, "FLOAT")] = 1.0
+    """Sample among the likeliest tokens that have this share of the probability only; 1 is all."""
+    seed: Annotated[int, ParsedBy(sampling_seed, "INT")] = 0
+    """Seed of the sampling noise, 0 to 2^32 - 1."""
     draft_length: PositiveInt = 8
-    """Most tokens of a draft (K_max)."""
+    """Tokens of a draft at most."""
     truncate: bool = True
-    """Stop a draft that is unsure and would pull in many new experts."""
+    """Stop a draft at a token that is unsure and would pull in many new experts."""
     tau: NonNegativeFloat = 0.6
-    """Confidence below which a drafted token counts as unsure."""
-    budget: Annotated[Budget | None, ParsedBy(parse_budget, "N|cache|off")] = None
-    """New layer-experts an unsure token may bring (default: half of what a token uses)."""
+    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
+    budget: Annotated[
+        Budget | None, ParsedBy(parse_budget, "N|cache|off", lambda budget: budget or HALF)
+    ] = None
+    """Layer-experts that an unsure token may add: N, what the link hides (cache), none (off)."""
     controller: Controller = "consumer"
-    """Which draft pass predicts the experts of a row."""
+    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     device_cache: Bytes = 0
-    """Bytes of experts kept on the device between rounds (512MiB, 0, all)."""
+    """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
     host_cache: Bytes = None
-    """Bytes of experts kept in host memory (512MiB, 0, all)."""
-    link: str = "real"
-    """real, or sim:GBPS[,LATENCY_US] to pace transfers at a simulated rate."""
-    dtype: str = "float32"
-    """What weights are held in."""
+    """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
+    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
+    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """What weights are held in; computation is in float32 at least."""
     chat: bool = True
-    """Use the tokenizer's chat template."""
-    trace: Path | None = None
-    """Write the trace (JSON lines) here."""
-    json: str | None = None
-    """Write the generations as JSON here; - is standard output."""
+    """Use the tokenizer's chat template, if it has one."""
+    trace: OutputFile | None = None
+    """Write what every round did here, as JSON lines."""
+    json: OutputFile | None = None
+    """Write the generations here as JSON; - is standard output."""
 
     def __post_init__(self):
         if (self.prompt is None) == (self.prompts is None):
@@ -274,27 +254,49 @@ class Arguments:
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
         if self.r != 1 and self.mode == "ar":
             raise UsageError("--r is for the modes that draft, not ar")
-        if self.prompt is not None and not _is_text(self.prompt):
+        if self.prompt is not None and not is_text(self.prompt):
             raise UsageError("--prompt is not UTF-8 text")
-        SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
-        check_output(self.json)
-        check_output(self.trace)
+        if self.trace is not None and str(self.trace) == "-":
+            raise UsageError("--trace: expected a file, not standard output")
+        self.options()  # its own checks
 
+    def options(self) -> DecodeOptions:
+        """What of the arguments concerns the decode loop."""
+        return DecodeOptions(
+            mode=self.mode,
+            r=self.r,
+            max_new_tokens=self.max_new_tokens,
+            sampling=SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed),
+            control=ControlConfig(
+                draft_length=self.draft_length,
+                truncate=self.truncate,
+                tau=self.tau,
+                budget=self.budget,
+                controller=self.controller,
+            ),
+            prefetch=self.prefetch,
+        )
 
-def _is_text(text: str) -> bool:
-    """Whether a string can be encoded: bytes that are not UTF-8 arrive as half surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    def check(self) -> Draft | None:
+        """The draft experts, once all is known to fit the target, of which no weight is read.
+
+        Raises:
+          UsageError: something does not.
+        """
+        held = check_dtype(self.dtype)
+        outline = read_outline(self.model)
+        check_options(self.options(), outline.config, drafts=self.draft is not None)
+        if not outline.converted:
+            size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
+            check_host_cache(outline.name, size, self.host_cache)
+        return None if self.draft is None else resolve_draft(self.draft, outline)
 
 
 class _Stream:
-    """Text on a terminal as it is decoded; elsewhere a progress line."""
+    """Progress; with `text`, also the text on standard output as it is decoded."""
 
-    def __init__(self, target: Target, prompts: Sequence[dict[str, Any]], bar: Any):
-        self.target, self.prompts, self.bar = target, prompts, bar
+    def __init__(self, target: Target, prompts: Sequence[dict[str, Any]], bar: Any, *, text: bool):
+        self.target, self.prompts, self.bar, self.text = target, prompts, bar, text
         self.tokens: list[int] = []
         self.index = -1
 
@@ -304,7 +306,7 @@ class _Stream:
         before = self._text()
         self.tokens += record.emitted
         self.bar.advance(len(record.emitted), prompt=f"{index + 1}/{len(self.prompts)}")
-        if sys.stdout.isatty() and len(self.prompts) == 1:
+        if self.text:
             sys.stdout.write(self._text()[len(before) :])
             sys.stdout.flush()
 
@@ -317,23 +319,18 @@ class _Stream:
 
 def main(argv: list[str]) -> int:
     """Runs `dejax generate`."""
-    args = parse(Arguments, argv, prog="dejax generate", description="Decode prompts exactly.")
+    about = "Decode prompts with offloaded experts; the target alone chooses every token."
+    args = parse(Arguments, argv, prog="dejax generate", description=about)
     prompts = [{"id": "0", "prompt": args.prompt}]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
-    control = ControlConfig(
-        draft_length=args.draft_length,
-        truncate=args.truncate,
-        tau=args.tau,
-        budget=args.budget,
-        controller=args.controller,
-    )
-    parse_link(args.link)
+    draft = args.check()
+    say(f"loading {args.model}")
     target = load_target(args.model, args.dtype)
-    draft = None if args.draft is None else resolve_draft(args.draft, target)
-    one = len(prompts) == 1 and sys.stdout.isatty()
+    one = len(prompts) == 1 and sys.stdout.isatty() and str(args.json) != "-"
     most = min(args.max_new_tokens, target.config.context)
     total = None if one else most * len(prompts)
+    options = args.options()
     with progress("decode", total, "tokens") as bar:
         results = generate(
             target,
@@ -346,21 +343,20 @@ def main(argv: list[str]) -> int:
             top_k=args.top_k,
             top_p=args.top_p,
             seed=args.seed,
-            control=control,
+            control=options.control,
             prefetch=args.prefetch,
             device_cache=args.device_cache,
             host_cache=args.host_cache,
             link=args.link,
             chat=args.chat,
-            on_round=_Stream(target, prompts, bar),
+            on_round=_Stream(target, prompts, bar, text=one),
+            aside=bar.aside,
         )
-    if args.json != "-":
-        _show(results, streamed=one)
     if args.trace is not None:
         header = {"model": target.name, "mode": args.mode, "link": args.link}
         write_trace(args.trace, header, {result.id: result.trace for result in results})
-    if args.json is not None:
-        write_json(args.json, {"generations": [result.to_json() for result in results]})
+    generations = {"generations": [result.to_json() for result in results]}
+    report(args.json, generations, lambda: _show(results, streamed=one))
     return 0
 
 
@@ -382,5 +378,5 @@ def _show(results: Sequence[Generation], *, streamed: bool) -> None:
         parts.append(f"{joined['decode_tps']:.1f} tokens/s")
     if rate is not None:
         parts.append(f"{rate:.0%} of {joined['drafted']} drafted accepted")
-    parts.append(f"{format_bytes(moved)} of experts moved")
+    parts.append(f"{format_decimal_bytes(moved)} of experts moved")
     say("; ".join(parts))

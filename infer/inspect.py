@@ -14,14 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dejax.ckpt.expert_codec import OPTIONS, record_bytes
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.ckpt.hf_weights import CheckpointPlan, abstract_model, plan_checkpoint
 from dejax.ckpt.tensor_files import INDEX_FILE, SINGLE_FILE
-from dejax.config import ModelConfig
-from dejax.nn.mla import init_cache
+from dejax.config import MLAConfig, ModelConfig
+from dejax.nn.attention import init_cache
 from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
-from infer.arguments import Positional, parse, write_json
+from infer.arguments import Model, OutputFile, Positional, parse
 from infer.console import print_table
+from infer.output import report
+from infer.units import format_bytes, format_count, format_decimal_bytes
 
 ASSUMED = jnp.dtype(jnp.bfloat16)
 """What weights count as where there are none."""
@@ -64,6 +67,7 @@ class Inspection:
       active_top1: the same when a layer runs its top-1 expert alone.
       routed, rest: the routed experts, and the resident weights.
       expert: one routed expert; layer_experts: their number over all layers.
+      stored_expert_bytes: of one expert, by the encodings that `dejax convert` knows.
       drafts: draft experts of one routed expert's width, one a MoE layer.
       kv_bytes_per_token: by the dtype of the cache.
     """
@@ -79,6 +83,7 @@ class Inspection:
     rest: Part
     expert: Part
     layer_experts: int
+    stored_expert_bytes: Mapping[str, int]
     drafts: Part
     kv_bytes_per_token: Mapping[str, int]
     fits: tuple[Fit, ...]
@@ -110,7 +115,7 @@ def _stored_parts(
     if (folder / STORE_DIR).exists():
         store = ExpertStore.open(folder / STORE_DIR)
         plan = plan_checkpoint(folder, config, resident_only=True)
-        routed = (store.dtype.name, len(store.pairs) * store.bytes_per_expert)
+        routed = (store.encoding, len(store.pairs) * store.bytes_per_expert)
         kind = "converted"
     elif (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         plan = plan_checkpoint(folder, config)
@@ -139,10 +144,11 @@ def inspect(path: str | Path) -> Inspection:
     config = load_config(folder)
     resident = _count(abstract_model(config)[1])
     kind, plan, rest, routed = _stored_parts(folder, config, (resident, config.routed_params))
-    layers = len(config.moe_layers)
-    layer_experts = layers * config.moe.num_experts
+    layers, moe = len(config.moe_layers), config.experts
+    layer_experts = layers * moe.num_experts if moe else 0
     expert_bytes = routed.bytes // layer_experts if layer_experts else 0
-    draft_params = layers * config.expert_params
+    expert_params = config.expert_params if moe else 0
+    draft_params = layers * expert_params
     drafts = Part(draft_params, ASSUMED.name, draft_params * ASSUMED.itemsize)
     kv = {name: cache_size(config) * jnp.dtype(name).itemsize for name in ("bfloat16", "float32")}
     fixed = rest.bytes + drafts.bytes + kv["bfloat16"] * min(config.context, CONTEXT)
@@ -153,16 +159,25 @@ def inspect(path: str | Path) -> Inspection:
         identity=None if plan is None else checkpoint_identity(plan),
         config=config,
         total=resident + config.routed_params,
-        active=resident + layers * config.moe.top_k * config.expert_params,
-        active_top1=resident + layers * config.expert_params,
+        active=resident + layers * (moe.top_k if moe else 0) * expert_params,
+        active_top1=resident + layers * expert_params,
         routed=routed,
         rest=rest,
-        expert=Part(config.expert_params, routed.dtype, expert_bytes),
+        expert=Part(expert_params, routed.dtype, expert_bytes),
         layer_experts=layer_experts,
+        stored_expert_bytes=_stored_bytes(config),
         drafts=drafts,
         kv_bytes_per_token=kv,
         fits=tuple(fits),
     )
+
+
+def _stored_bytes(config: ModelConfig) -> dict[str, int]:
+    """Bytes of one expert in a store, by what `--experts` says."""
+    if config.experts is None:
+        return {}
+    shape = config.expert_shape
+    return {name: record_bytes(encoding, shape) for name, encoding in OPTIONS.items()}
 
 
 def _fit(memory: int, fixed: int, expert_bytes: int, layer_experts: int) -> Fit:
@@ -175,59 +190,52 @@ def _fit(memory: int, fixed: int, expert_bytes: int, layer_experts: int) -> Fit:
 # What is printed.
 
 
-def _scaled(value: int, base: int, units: tuple[str, ...]) -> str:
-    """`value` with three digits in the largest of `units` that it reaches."""
-    power = max((p for p in range(1, len(units)) if value >= base**p), default=0)
-    scaled = value / base**power
-    return f"{scaled:.0f}{units[power]}" if scaled >= 999.5 else f"{scaled:.3g}{units[power]}"
-
-
-def _params(count: int) -> str:
-    """`15706484224` -> `"15.7 B"`."""
-    return _scaled(count, 1000, ("", " k", " M", " B", " T"))
-
-
-def _binary(size: int) -> str:
-    """Bytes by 1024, as memory is counted: `28789702656` -> `"26.8 GiB"`."""
-    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def _decimal(size: int) -> str:
-    """Bytes by 1000, as transfers and devices are counted: `17301504` -> `"17.3 MB"`."""
-    return _scaled(size, 1000, (" B", " kB", " MB", " GB", " TB"))
-
-
 def _dimension_rows(config: ModelConfig) -> list[tuple[str, str]]:
-    attention, moe = config.attention, config.moe
+    moe, rope = config.experts, config.attention.rope
     dense = config.num_layers - len(config.moe_layers)
-    groups = f", {moe.groups_kept} of {moe.groups} groups" if moe.groups > 1 else ""
-    query = attention.query_rank or "full"
-    yarn = attention.rope.yarn
-    extended = f", YaRN {yarn.factor:g} x {yarn.original_context}" if yarn else ""
-    return [
+    extended = ""
+    if rope.yarn:
+        extended = f", YaRN {rope.yarn.factor:g} x {rope.yarn.original_context}"
+    if rope.llama3:
+        extended = f", {rope.llama3.factor:g} x {rope.llama3.original_context}"
+    rows = [
         ("layers", f"{config.num_layers} ({dense} dense, {len(config.moe_layers)} MoE)"),
         ("width", f"{config.width} (dense feed-forward {config.dense_width})"),
-        (
-            "routed experts",
-            f"{moe.num_experts} of width {moe.expert_width}, top-{moe.top_k}{groups}",
-        ),
-        ("shared experts", f"width {moe.shared_width}" if moe.shared_width else "none"),
-        (
-            "attention",
-            f"MLA, {attention.heads} heads, ranks: query {query}, KV {attention.kv_rank}",
-        ),
+    ]
+    if moe is not None:
+        groups = f", {moe.groups_kept} of {moe.groups} groups" if moe.groups > 1 else ""
+        routed = f"{moe.num_experts} of width {moe.expert_width}, top-{moe.top_k}{groups}"
+        shared = f"width {moe.shared_width}" if moe.shared_width else "none"
+        rows += [("routed experts", routed), ("shared experts", shared)]
+    return [
+        *rows,
+        ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size}{' (tied head)' if config.tied else ''}"),
         ("context", f"{config.context}{extended}"),
     ]
 
 
+def _attention(config: ModelConfig) -> str:
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        query = attention.query_rank or "full"
+        return f"MLA, {attention.heads} heads, ranks: query {query}, KV {attention.kv_rank}"
+    window = ""
+    if config.window is not None:
+        window = f", window {config.window} in {len(attention.windowed)} layers"
+    heads = f"{attention.heads} heads of {attention.head_dim}"
+    return f"GQA, {heads} on {attention.kv_heads} key heads{window}"
+
+
 def _size_rows(found: Inspection) -> list[tuple[str, ...]]:
     def row(name: str, part: Part, share: str = "") -> tuple[str, ...]:
-        sizes = (_binary(part.bytes), _decimal(part.bytes))
-        return (name, _params(part.params), share, part.dtype, *sizes)
+        sizes = (format_bytes(part.bytes), format_decimal_bytes(part.bytes))
+        return (name, format_count(part.params), share, part.dtype, *sizes)
 
     share = found.routed_share
     whole = Part(found.total, "", found.routed.bytes + found.rest.bytes)
+    if not found.layer_experts:
+        return [row("all", found.rest)]
     return [
         row("routed experts", found.routed, f"{share:.1%}"),
         row("the rest", found.rest, f"{1 - share:.1%}"),
@@ -242,11 +250,13 @@ def _fit_rows(found: Inspection) -> list[tuple[str, ...]]:
     for fit in found.fits:
         experts = "the resident part alone does not fit"
         if fit.experts == found.layer_experts:
-            experts = f"all {fit.experts}"
+            experts = f"all {fit.experts}" if fit.experts else "none to hold: it fits"
         elif fit.experts is not None:
             part = fit.experts / found.layer_experts
             experts = f"{fit.experts} of {found.layer_experts} ({part:.0%})"
-        rows.append((_decimal(fit.memory_bytes), _decimal(fit.fixed_bytes), experts))
+        rows.append(
+            (format_decimal_bytes(fit.memory_bytes), format_decimal_bytes(fit.fixed_bytes), experts)
+        )
     return rows
 
 
@@ -255,12 +265,18 @@ def show(found: Inspection) -> None:
     stored = {"config": "no weights here; sizes as bfloat16", "converted": "converted"}
     title = f"{found.name}: {found.config.family} ({stored.get(found.kind, 'checkpoint')})"
     per_token = ", ".join(
-        f"{_decimal(n)} in {name}" for name, n in found.kv_bytes_per_token.items()
+        f"{format_decimal_bytes(n)} in {name}" for name, n in found.kv_bytes_per_token.items()
     )
-    active = f"{_params(found.active)} (top-1 expert alone: {_params(found.active_top1)})"
+    active = format_count(found.active)
+    if found.layer_experts:
+        active += f" (top-1 expert alone: {format_count(found.active_top1)})"
     rows = _dimension_rows(found.config)
-    rows += [("parameters", _params(found.total)), ("active a token", active)]
+    rows += [("parameters", format_count(found.total)), ("active a token", active)]
     rows += [("KV cache a token", per_token)]
+    if found.stored_expert_bytes:
+        sizes = found.stored_expert_bytes.items()
+        stored = ", ".join(f"{format_decimal_bytes(n)} as {name}" for name, n in sizes)
+        rows += [("one expert, converted", stored)]
     rows += [("identity", found.identity)] if found.identity else []
     print_table(title, ("property", "value"), rows)
     columns = ("part", "parameters", "share", "stored as", "size", "bytes")
@@ -279,10 +295,10 @@ def show(found: Inspection) -> None:
 class Arguments:
     """Arguments of `dejax inspect`."""
 
-    model: Positional[str]
+    model: Positional[Model]
     """A Hugging Face folder (its config.json suffices), a converted folder, or tiny."""
-    json: str | None = None
-    """Write every figure as JSON here; - is standard output."""
+    json: OutputFile | None = None
+    """Write every figure here as JSON; - is standard output."""
 
 
 def main(argv: list[str]) -> int:
@@ -290,8 +306,5 @@ def main(argv: list[str]) -> int:
     about = "Tell what a target is, what it weighs, and what of it fits where."
     args = parse(Arguments, argv, prog="dejax inspect", description=about)
     found = inspect(args.model)
-    if args.json is not None:
-        write_json(args.json, found.to_json())
-    if args.json != "-":
-        show(found)
+    report(args.json, found.to_json(), lambda: show(found))
     return 0

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 
 from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
@@ -210,9 +210,11 @@ class Stager:
         *,
         host_cache_bytes: int | None,
         compute_dtype: np.dtype,
+        packed: bool,
         retries: int,
         device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
+        """`packed` leaves quantised records as they are; who computes with them decodes them."""
         self.host_bytes = 0
         self.retried_reads = 0
         self._store = store
@@ -220,6 +222,7 @@ class Stager:
         self._host: dict[Pair, np.ndarray] = {}
         self._policy = policy
         self._compute_dtype = compute_dtype
+        self._packed = packed
         self._retries = retries
         self._device = device
         # JAX's contexts are per thread: what holds where the residency is made is taken along.
@@ -234,7 +237,7 @@ class Stager:
         ):
             yield
 
-    def load(self, pair: Pair) -> tuple[Float[jax.Array, "3 F D"], bool]:
+    def load(self, pair: Pair) -> tuple[Shaped[jax.Array, "..."], bool]:
         """Returns an expert, arrived on the device, and whether it had to come from the store.
 
         Raises:
@@ -254,7 +257,7 @@ class Stager:
             file = self._store.locate(*pair)
             raise ExpertReadError(*pair, file, f"not placed on the device: {error}") from error
 
-    def _read(self, pair: Pair) -> Shaped[np.ndarray, "3 F D"]:
+    def _read(self, pair: Pair) -> Shaped[np.ndarray, "..."]:
         attempt = 1
         while True:
             try:
@@ -267,7 +270,7 @@ class Stager:
                 self.retried_reads += 1
                 attempt += 1
 
-    def _keep(self, pair: Pair, record: Shaped[np.ndarray, "3 F D"]) -> None:
+    def _keep(self, pair: Pair, record: Shaped[np.ndarray, "..."]) -> None:
         if record.nbytes > self._host_bound:
             return
         while self.host_bytes + record.nbytes > self._host_bound:
@@ -278,15 +281,16 @@ class Stager:
         self.host_bytes += record.nbytes
         self._policy.add(pair)
 
-    def _place(self, record: Shaped[np.ndarray, "3 F D"]) -> Float[jax.Array, "3 F D"]:
-        staged = record
-        if record.dtype != self._compute_dtype:
+    def _place(self, record: Shaped[np.ndarray, "..."]) -> Shaped[jax.Array, "..."]:
+        staged = record if self._packed else self._store.decode(record)
+        wanted = np.dtype(np.uint8) if self._packed else self._compute_dtype
+        if staged.dtype != wanted or not staged.flags.c_contiguous:
             # A new buffer every time, never written again: on CPU `device_put` aliases aligned
             # memory, which also saves the copy.
-            staged = _aligned_empty(record.shape, self._compute_dtype)
-            np.copyto(staged, record, casting="unsafe")
+            numbers, staged = staged, _aligned_empty(staged.shape, wanted)
+            np.copyto(staged, numbers, casting="unsafe")
         array = jax.device_put(staged, self._device).block_until_ready()
-        assert array.dtype == self._compute_dtype, (array.dtype, self._compute_dtype)
+        assert array.dtype == wanted, (array.dtype, wanted)
         return array
 
 

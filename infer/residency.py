@@ -27,12 +27,15 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Shaped
 
+from dejax.ckpt import expert_codec
+from dejax.ckpt.expert_codec import Packing
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
@@ -47,7 +50,8 @@ class Residency:
     """The experts of one target in store, host and device. Thread-safe; close it after use.
 
     Attributes:
-        bytes_per_expert: bytes of one expert on the device, in the compute dtype.
+        packing: how experts are packed on the device, None if they are in the compute dtype.
+        bytes_per_expert: bytes of one expert on the device.
         device_bytes: bytes of all experts on the device now.
         peak_device_bytes: the most so far, with the one under way.
         prefetch_failures: prefetches that could not be read; the pass then loads on demand.
@@ -63,6 +67,7 @@ class Residency:
         link: Link,
         compute_dtype: DTypeLike,
         prefetch_bytes: int,
+        unpack: Literal["host", "device"] | None = None,
         retries: int = 2,
         device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
         policy: Callable[[], Policy] = LRU,
@@ -76,6 +81,9 @@ class Residency:
             device_cache_bytes, host_cache_bytes: bounds of the caches; None keeps everything.
                 (To a store in memory a host cache adds a second copy.)
             compute_dtype: experts are cast to it on the host, before the transfer.
+            unpack: where quantised experts are decoded: on the host, which is faster where host
+                and device are one, or in the device's own steps, so that their bytes are moved and
+                kept as they are stored; None chooses by the backend.
             prefetch_bytes: most bytes (on the device) of experts that are queued, under way or
                 arrived by prefetch in this round and not asked for yet; 0 prefetches nothing.
             retries: how often a failed read is tried again.
@@ -87,7 +95,14 @@ class Residency:
         sizes = (device_cache_bytes or 0, host_cache_bytes or 0, prefetch_bytes)
         if min(sizes) < 0 or retries < 0:
             raise UsageError(f"residency: bytes {sizes}, retries {retries}; expected >= 0")
+        if unpack is None:
+            unpack = "host" if jax.default_backend() == "cpu" else "device"
+        quantised = store.encoding not in expert_codec.PLAIN
+        packed = quantised and unpack == "device"
+        self.packing = Packing(store.encoding, store.shape) if packed else None
         self.bytes_per_expert = math.prod(store.shape) * np.dtype(compute_dtype).itemsize
+        if packed:
+            self.bytes_per_expert = store.bytes_per_expert
         self.device_bytes = self.peak_device_bytes = 0
         self.prefetch_failures = 0
         self.stager = Stager(
@@ -95,6 +110,7 @@ class Residency:
             policy(),
             host_cache_bytes=host_cache_bytes,
             compute_dtype=np.dtype(compute_dtype),
+            packed=packed,
             retries=retries,
             device=device,
         )
@@ -121,8 +137,10 @@ class Residency:
 
     def acquire(
         self, layer: int, ids: Sequence[int], *, kind: PassKind
-    ) -> list[Float[jax.Array, "3 F D"]]:
+    ) -> list[Shaped[jax.Array, "..."]]:
         """Returns experts `ids` of `layer`, in that order; waits for those not on the device.
+
+        Each is [3, F, D] in the compute dtype, or bytes [N] to decode with `packing`.
 
         `kind` says whose pass asks: the target's (`demand`) or the drafter's (`draft`).
 

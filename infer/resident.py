@@ -16,19 +16,30 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dejax.model import attend_cached, combine, embed, logits_of, route, split_layer, split_outer
+from dejax.config import ModelConfig
+from dejax.model import (
+    attend_cached,
+    combine,
+    embed,
+    logits_of,
+    route,
+    split_layer,
+    split_outer,
+    with_window,
+)
+from dejax.nn.attention import init_cache
 from dejax.nn.experts import expert_output
-from dejax.nn.mla import init_cache
 from dejax.target import Target
 
 
-def _gathered(h: Float[Array, "1 D"], ids, gates, stack: Float[Array, "E 3 F D"]):
+def _gathered(h: Float[Array, "1 D"], ids, gates, stack: Float[Array, "E 3 _F _D"], activation):
     """Routed output of one row: its experts in ascending id, as everywhere."""
     order = jnp.argsort(ids[0])
     y = jnp.zeros_like(h)
     for index in range(ids.shape[1]):
         expert = order[index]
-        y = y + expert_output(h, stack[ids[0, expert]], weights=gates[0, expert][None])
+        weights, record = gates[0, expert][None], stack[ids[0, expert]]
+        y = y + expert_output(h, record, weights=weights, activation=activation)
     return y
 
 
@@ -46,7 +57,7 @@ class ResidentDecoder:
         splits = [split_layer(layer) for layer in target.model.layers]
         self._params = (outer, [params for _, params in splits], target.routed)
         definitions = [definition for definition, _ in splits]
-        step = partial(_step, outer_def, definitions, target.compute_dtype, capacity)
+        step = partial(_step, outer_def, definitions, target.config, target.compute_dtype, capacity)
         self._step = jax.jit(step, donate_argnums=1)
 
     def decode(self, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
@@ -71,6 +82,7 @@ class ResidentDecoder:
 def _step(
     outer_def: nnx.GraphDef,
     definitions: list[nnx.GraphDef],
+    config: ModelConfig,
     dtype: Any,
     capacity: int,
     params: Any,
@@ -82,16 +94,19 @@ def _step(
     outer_params, layer_params, routed = params
     outer = nnx.merge(outer_def, outer_params)
     x = embed(outer, token[None], dtype)
-    mask = (jnp.arange(capacity) <= index)[None]
+    slots = jnp.arange(capacity)
+    masks = with_window(config, (slots <= index)[None], index[None], slots)
     new = []
     for number, (definition, params_l) in enumerate(zip(definitions, layer_params, strict=True)):
         layer = nnx.merge(definition, params_l)
+        mask = masks.of_layer(config.is_windowed(number))
         place = dict(start=index, positions=index[None], mask=mask)
         x, cache = attend_cached(layer, x, caches[number], **place)
         new.append(cache)
         h, routing, always = route(layer, x)
         part = None
         if routing is not None:
-            part = _gathered(h, routing.ids, routing.gates, routed[number])
+            chosen = (routing.ids, routing.gates)
+            part = _gathered(h, *chosen, routed[number], config.moe.activation)
         x = combine(x, always, part)
     return jnp.argmax(logits_of(outer, x)[0]).astype(jnp.int32), new

@@ -13,11 +13,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dejax.config import MLAConfig
+from dejax.ckpt.expert_codec import Packing, unpack
+from dejax.config import ClampedSwiGLU, GQAConfig, MLAConfig, ModelConfig
 from dejax.draft.expert import draft_output
-from dejax.model import Params, attend_cached, combine, embed, logits_of, route
+from dejax.model import (
+    Masks,
+    Params,
+    attend_cached,
+    combine,
+    embed,
+    logits_of,
+    route,
+    with_window,
+)
+from dejax.nn.attention import Cache, init_cache
 from dejax.nn.experts import experts_of_rows, unique_weights
-from dejax.nn.mla import LatentCache, init_cache
 
 
 @cache
@@ -44,20 +54,30 @@ def layer_step(definition: nnx.GraphDef) -> Callable[..., Any]:
     return jax.jit(partial(_attend_and_route, definition), donate_argnums=2)
 
 
-@partial(jax.jit, static_argnums=0)
-def visible(slots: int, start: Int[Array, ""], ancestors: Bool[Array, "R R"]):
-    """Mask [R, S]: a row sees the committed slots, its ancestors in the block, and itself."""
-    committed = jnp.arange(slots) < start
-    block = jnp.zeros((ancestors.shape[0], slots), bool)
-    block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
-    return committed[None, :] | block
+@cache
+def visible(config: ModelConfig, slots: int) -> Callable[..., Masks]:
+    """Jitted (start, positions [R], ancestors [R, R]) -> masks [R, S] of a pass over a cache.
+
+    A row sees the committed slots, its ancestors in the block, and itself.
+    """
+
+    @jax.jit
+    def masks(start: Int[Array, ""], positions: Int[Array, " R"], ancestors: Bool[Array, "R R"]):
+        every = jnp.arange(slots, dtype=positions.dtype)
+        block = jnp.zeros((ancestors.shape[0], slots), bool)
+        block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
+        # Slots of the block hold rows in the tree's order; committed ones hold their own index.
+        slot_positions = jax.lax.dynamic_update_slice(every, positions, (start,))
+        return with_window(config, (every < start)[None, :] | block, positions, slot_positions)
+
+    return masks
 
 
 def _attend_and_route(
     definition: nnx.GraphDef,
     params: Params,
     x: Float[Array, "R D"],
-    cache: LatentCache,
+    cache: Cache,
     start: Int[Array, ""],
     positions: Int[Array, " R"],
     mask: Bool[Array, "R S"],
@@ -71,7 +91,14 @@ def _attend_and_route(
     return (x, always, h, routing.ids, routing.gates), cache
 
 
-@jax.jit
+def _numbers(experts: tuple[Array, ...], packing: Packing | None, dtype: Any) -> tuple[Array, ...]:
+    """The experts of a step as numbers, if they were moved as packed bytes."""
+    if packing is None:
+        return experts
+    return tuple(unpack(packing, expert, dtype) for expert in experts)
+
+
+@partial(jax.jit, static_argnames=("activation", "packing"))
 def sum_experts(
     h: Float[Array, "R D"],
     ids: Int[Array, "R K"],
@@ -79,13 +106,17 @@ def sum_experts(
     unique_ids: Int[Array, " U"],
     experts: tuple[Array, ...],
     before: Float[Array, "R D"] | None,
+    *,
+    activation: ClampedSwiGLU | None,
+    packing: Packing | None,
 ) -> Float[Array, "R D"]:
     """`before` plus the weighted outputs of some unique experts, in ascending order."""
     weights = unique_weights(ids, gates, unique_ids)
-    return experts_of_rows(h, weights, experts, before=before)
+    numbers = _numbers(experts, packing, h.dtype)
+    return experts_of_rows(h, weights, numbers, before=before, activation=activation)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("activation", "packing"))
 def add_experts(
     x: Float[Array, "R D"],
     always: Float[Array, "R D"],
@@ -96,17 +127,21 @@ def add_experts(
     experts: tuple[Array, ...],
     before: Float[Array, "R D"] | None,
     draft: Params | None,
+    *,
+    activation: ClampedSwiGLU | None,
+    packing: Packing | None,
 ) -> Float[Array, "R D"]:
     """Residual stream after the routed experts and, on the draft path, the draft expert."""
     weights = unique_weights(ids, gates, unique_ids)
-    routed = experts_of_rows(h, weights, experts, before=before)
+    numbers = _numbers(experts, packing, h.dtype)
+    routed = experts_of_rows(h, weights, numbers, before=before, activation=activation)
     if draft is not None:
         routed = routed + draft_output(draft, h)
     return combine(x, always, routed)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def empty_cache(config: MLAConfig, slots: int, dtype: Any) -> LatentCache:
+def empty_cache(config: MLAConfig | GQAConfig, slots: int, dtype: Any) -> Cache:
     """One layer's KV cache of zeros, made on the device."""
     return init_cache(config, slots, dtype)
 

@@ -151,6 +151,8 @@ def run_all(suite: Suite, runs: Sequence[Run]) -> list[Result]:
                         continue
                     options = run.options(suite.max_new_tokens, stop_at_eos=suite.stop_at_eos)
                     results[index] = []
+                    with bar.aside():
+                        decoder.warm_up(options)
                     for _, ids in suite.prompts:
                         results[index].append(decoder.run(ids, options))
                         bar.advance(1, run=run.name)

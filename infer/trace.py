@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dejax.errors import UsageError
 from dejax.shapes import Pair
-from infer.arguments import write_whole
+from infer.output import write_whole
 from infer.prefetch import LoadEvent
 
 SCHEMA = "dejax-trace/1"

@@ -62,6 +62,16 @@ def test_the_program_gets_the_rest_and_gives_the_status(program):
         (UsageError("cannot read\n  x.json"), 2, "dejax: error: cannot read x.json\n"),
         (FailedError("bad checksum"), 1, "dejax: error: bad checksum\n"),
         (KeyboardInterrupt(), 130, "dejax: error: interrupted\n"),
+        (
+            OSError(28, "No space left on device", "a/b"),
+            1,
+            "dejax: error: a/b: no space left on device\n",
+        ),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+            1,
+            "dejax: error: not enough memory; make batches, caches or the model smaller\n",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(program, capsys, error, status, line):

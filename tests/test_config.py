@@ -119,10 +119,17 @@ REFUSED = [
     (dict(topk_method="noaux_tc"), "topk_method is 'noaux_tc'; expected 'greedy' or 'group_lim"),
     (dict(moe_layer_freq=2), "moe_layer_freq is 2"),
     (dict(num_key_value_heads=2), "num_key_value_heads is 2; expected 4"),
-    (dict(quantization_config={"quant_method": "fp8"}), "quantization_config is given"),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantization 'gptq' is not read"),
+    (
+        dict(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}),
+        "weight_block_size is [64, 64]; expected [128, 128]",
+    ),
     (dict(num_experts_per_tok=9), "9 per token out of 8"),
     (dict(eos_token_id="</s>"), "eos_token_id is '</s>'"),
-    (dict(model_type="llama"), "model_type 'llama' is not supported; supported: deepseek_v2"),
+    (
+        dict(model_type="phi"),
+        "model_type 'phi' is not supported; supported: deepseek_v2, deepseek_v3, glm4_moe",
+    ),
     (dict(model_type=None), "model_type is None; expected a string"),
     (dict(rope_parameters="yarn"), "rope_parameters is 'yarn'; expected an object"),
     (dict(rope_parameters=dict(type="linear", factor=2.0)), "rope type 'linear' is unknown"),
@@ -154,7 +161,7 @@ def test_what_is_not_honoured_is_refused(overrides, message):
     ],
 )
 def test_groups_must_work_out(groups, kept, top_k, message):
-    sizes = dict(num_experts=8, expert_width=4, shared_width=0, first_dense=0)
+    sizes = dict(num_experts=8, expert_width=4, shared_width=0)
     with pytest.raises(UsageError, match=message):
         MoEConfig(top_k=top_k, groups=groups, groups_kept=kept, **sizes)
 

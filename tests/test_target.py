@@ -98,7 +98,7 @@ BROKEN = {
     "another family": (lambda f: set_config(f, model_type="bert"), "model_type 'bert' is not supp"),
     "another rope": (
         lambda f: set_config(f, rope_parameters={"rope_type": "longrope"}),
-        "config.json: rope type 'longrope' is unknown; use default or yarn",
+        "config.json: rope type 'longrope' is unknown; expected default, yarn or llama3",
     ),
     "gelu": (lambda f: set_config(f, hidden_act="gelu"), "hidden_act is 'gelu'; expected 'silu'"),
     "low rank": (lambda f: set_config(f, q_lora_rank=-1), "query_rank is -1; expected a positive"),

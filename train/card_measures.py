@@ -24,12 +24,20 @@ from dejax.nn.router import Routing
 from dejax.routing import overlap as stats
 from dejax.routing.overlap import RoutingRecord
 from train.data import load_tokens, make_source
-from train.distill_step import Batch, Whole, compare_vocabulary
+from train.distill_step import Batch, compare_vocabulary
 from train.evaluate import teacher_forced
 from train.losses import VocabularyTotals
 from train.packed_rows import pad_rows
 from train.pretrain import bits_per_byte
-from train.stacked import StackedDef, StackedParams, block_size, embed_outer, routed_fn
+from train.stacked import (
+    Sight,
+    StackedDef,
+    StackedParams,
+    block_size,
+    embed_outer,
+    routed_fn,
+    scan_layers,
+)
 from train.teacher import Teacher
 from train.text import KINDS
 
@@ -175,16 +183,16 @@ def _beside_shuffled(
 
     Returns their totals, and the experts that the target itself chose.
     """
-    whole = Whole.of(batch)
-    where = dict(positions=whole.positions, mask=whole.visible)
-    outer, x = embed_outer(definition, params, batch["tokens"], dtype=dtype, **where)
+    sight = Sight.of(definition.config, batch)
+    outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     block = block_size(batch["tokens"].size, definition.config)
 
-    def body(carry, pieces):
+    def body(carry, pieces, mask):
+        where = dict(positions=sight.positions, mask=mask)
         full, shuffled = carry
         layer_params, stack, source = pieces
         layer = nnx.merge(definition.layer, layer_params)
-        experts = routed_fn(stack, block=block)
+        experts = routed_fn(stack, definition.config, block=block)
 
         def misrouted(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
             def moved(a):
@@ -199,7 +207,7 @@ def _beside_shuffled(
         return (full, shuffled), tap.routing.ids
 
     pieces = (params.layers, params.routed, sources)
-    (full, shuffled), ids = jax.lax.scan(body, (x, x), pieces)
+    (full, shuffled), ids = scan_layers(definition, outer, sight, body, (x, x), pieces)
     return compare_vocabulary(outer, full, shuffled, batch), ids
 
 

@@ -110,8 +110,8 @@ def _head(numbers: Numbers, numbers_file: str) -> str:
 
 def _model(model: Numbers) -> str:
     config = model["config"]
-    attention, moe = config["attention"], config["moe"]
-    dense = min(moe["first_dense"], config["num_layers"])
+    attention, moe = config["attention"], config["experts"]
+    dense = len(moe["dense_layers"])
     query = attention["query_rank"] or "full"
     head = attention["nope_dim"] + attention["rope"]["dim"]
     rows = [

@@ -21,12 +21,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dejax.draft.init import copy_neurons, most_important, neuron_importance, neuron_outputs
+from dejax.draft.init import copy_neurons, most_important, neuron_importance
 from dejax.draft.path import below_r
 from dejax.errors import UsageError
 from dejax.model import Params
-from train.distill_step import Batch, TargetHalf, Whole, target_half
-from train.stacked import StackedDef, StackedParams, embed_outer
+from dejax.nn.experts import inner_outputs
+from train.distill_step import Batch, TargetHalf, target_half
+from train.stacked import Sight, StackedDef, StackedParams, embed_outer, scan_layers
 
 RANKING_TOKENS = 4096
 """Rows on which neurons are ranked, about: each of them is seen by every expert."""
@@ -112,17 +113,18 @@ def _scan_target(
     dtype: Any,
 ) -> Any:
     """`visit(half, stack, extra[l])` for every MoE layer of the target, stacked over layers."""
-    whole = Whole.of(batch)
-    options = dict(positions=whole.positions, mask=whole.visible, dtype=dtype)
-    _, x = embed_outer(definition, params, batch["tokens"], **options)
+    sight = Sight.of(definition.config, batch)
+    outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
 
-    def body(x, pieces):
+    def body(x, pieces, mask):
         layer_params, stack, piece = pieces
         layer = nnx.merge(definition.layer, layer_params)
-        half = target_half(layer, x, stack, whole, r=r, config=definition.config)
+        options: Any = dict(r=r, config=definition.config)
+        half = target_half(layer, x, stack, sight.positions, mask, **options)
         return half.x, visit(half, stack, piece)
 
-    return jax.lax.scan(body, x, (params.layers, params.routed, extra))[1]
+    pieces = (params.layers, params.routed, extra)
+    return scan_layers(definition, outer, sight, body, x, pieces)[1]
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
@@ -134,7 +136,8 @@ def _importance(
 
     def visit(half: TargetHalf, stack: Array, _: None):
         flat = jax.tree.map(lambda a: a.reshape(mask.size, -1), below_r(half.routing, r))
-        return neuron_importance(half.hidden.reshape(mask.size, -1), flat, stack, mask)
+        hidden, activation = half.hidden.reshape(mask.size, -1), definition.config.moe.activation
+        return neuron_importance(hidden, flat, stack, mask, activation)
 
     return _scan_target(definition, params, batch, visit, None, r=r, dtype=dtype)
 
@@ -155,7 +158,7 @@ def _moments(
 
     def visit(half: TargetHalf, _: Array, candidates: Array):
         hidden, missing = (a.reshape(mask.size, -1) for a in (half.hidden, half.missing))
-        phi, y = neuron_outputs(candidates, hidden) * mask, missing * mask
+        phi, y = inner_outputs(hidden, candidates) * mask, missing * mask
         return product(phi.T, phi), product(y.T, phi), jnp.sum(jnp.square(y))
 
     return _scan_target(definition, params, batch, visit, weights, r=r, dtype=dtype)
@@ -206,7 +209,10 @@ def fit_draft(
     importance = np.sum([np.asarray(part, np.float64) for part in parts], axis=0)
     count = width if config.fit == "zero" else min(width * config.pool, importance[0].size)
     chosen = [most_important(layer, max(width, count)) for layer in importance]
-    copies = [copy_neurons(s, neurons) for s, neurons in zip(params.routed, chosen, strict=True)]
+    copies = [
+        copy_neurons(stack, neurons, definition.config.width)
+        for stack, neurons in zip(params.routed, chosen, strict=True)
+    ]
     gamma = jnp.ones(len(copies), copies[0].dtype)
     if config.fit == "zero":
         return {"weights": jnp.stack(copies), "gamma": gamma}, [1.0] * len(copies)

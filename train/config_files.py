@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dejax.errors import UsageError
-from infer.arguments import choice, did_you_mean, integer, number, to_plain
+from dejax.paths import kind_of, shown
+from infer.arguments import choice, did_you_mean, integer, number
+from infer.output import to_plain
 
 INSTALLED = Path(__file__).resolve().parent.parent / "configs"
 """The configs that come with dejax: the package beside this one."""
@@ -49,14 +51,14 @@ def to_json(config: Any) -> dict[str, Any]:
 
 def _find(path_or_name: str) -> Path:
     path = Path(path_or_name)
-    if path.is_file():
+    if kind_of(path_or_name) in ("file", "other"):
         return path
     name = path_or_name.removeprefix("configs/").removesuffix(".py")
     names = sorted(file.stem for file in INSTALLED.glob("[!_]*.py"))
     if name in names:
         return INSTALLED / f"{name}.py"
     known = did_you_mean(name, names) or f"; dejax comes with: {', '.join(names) or 'none'}"
-    raise UsageError(f"config {path_or_name!r}: no such file, and none of dejax's{known}")
+    raise UsageError(f"config {shown(path)!r}: no such file, and none of dejax's{known}")
 
 
 def _execute(path: Path) -> Any:
@@ -139,7 +141,7 @@ def _value(text: str, hint: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         names = ", ".join(field.name for field in dataclasses.fields(hint))
         raise UsageError(f"is a group; set one of its keys: {names}")
-    parsers = {bool: _boolean, int: integer, float: number, str: str, Path: Path}
+    parsers = {bool: _boolean, int: _integer, float: number, str: str, Path: Path}
     if hint not in parsers:
         raise UsageError(f"a {hint} cannot be given as text; edit the config file")
     return parsers[hint](text)
@@ -170,6 +172,13 @@ def _value_of_tuple(text: str, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(words) != len(members):
         raise UsageError(f"expected {len(members)} values with commas between, got {len(words)}")
     return tuple(_value(word, member) for word, member in zip(words, members, strict=True))
+
+
+def _integer(text: str) -> int:
+    value = integer(text)
+    if abs(value) >= 2**32:
+        raise UsageError(f"{text!r} is out of range; expected less than 2^32")
+    return value
 
 
 def _boolean(text: str) -> bool:

@@ -22,9 +22,11 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
+from dejax.ckpt.tensor_files import read_json
 from dejax.errors import UsageError
 from train import text
 from train.text import KINDS, Document
@@ -189,13 +191,18 @@ def load_tokens(folder: Path | str) -> TokenArrays:
     folder = Path(folder)
     if not (folder / "meta.json").is_file():
         raise UsageError(f"data: {folder} has no token arrays; run `python -m train.data` first")
-    with np.load(folder / "documents.npz") as d:
-        return TokenArrays(
-            tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
-            offsets=d["offsets"],
-            kinds=d["kinds"],
-            chat=d["chat"],
-        )
+    try:
+        with np.load(folder / "documents.npz") as d:
+            return TokenArrays(
+                tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
+                offsets=d["offsets"],
+                kinds=d["kinds"],
+                chat=d["chat"],
+            )
+    except (OSError, ValueError, KeyError, AttributeError, EOFError, BadZipFile) as error:
+        raise UsageError(
+            f"data: {folder}: its arrays cannot be read ({error}); run `python -m train.data` again"
+        ) from None
 
 
 class RowSource:
@@ -300,8 +307,10 @@ def make_stream(
             "`python -m train.data` wrote"
         )
     if weights is None:
-        meta = json.loads((Path(tokens_dir) / split / "meta.json").read_text())
-        shares: Mapping[str, float] = meta["weights"]
+        file = Path(tokens_dir) / split / "meta.json"
+        shares: Mapping[str, float] = read_json(file).get("weights", {})
+        if not isinstance(shares, dict) or not shares:
+            raise UsageError(f"data: {file} has no weights of the kinds of text")
     else:
         shares = weights
     datasets = []
@@ -332,10 +341,11 @@ def mix_sources(
 def heldout_rows(
     tokens_dir: Path | str, seq_len: int, *, most: int | None = None, split: str = "heldout"
 ):
-    """Yield (kind, row) over the rows of `split` in order, at most `most` of each kind."""
+    """Yield (kind, row) over the rows of `split` in order, or `most` of each kind evenly spread."""
     for kind, source in make_source(tokens_dir, seq_len, split).items():
-        for index in range(len(source) if most is None else min(most, len(source))):
-            yield kind, source[index]
+        count = len(source) if most is None else min(most, len(source))
+        for index in range(count):
+            yield kind, source[index * len(source) // count]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import dejax
-from dejax.ckpt.draft_state import save_draft
+from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.errors import FailedError, UsageError
-from dejax.target import Target, load_target
-from infer.arguments import parse, read_prompts, write_json
+from dejax.target import Target, load_target, model_folder
+from infer.arguments import Model, OutputFile, OutputFolder, parse
 from infer.console import say
-from infer.generate import encode_prompt
+from infer.output import check_output_folder, make_folder, report, write_json
 from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length
+from infer.prompts import encode_prompt, read_prompts
 from infer.suite import Result, Suite, choose_link, compare_resident, run_all, standard_runs
 from train.config_files import load_config, to_json
 from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
@@ -35,14 +36,14 @@ ARM_METRICS = ("kl", "agreement", "router_agreement", "prefetch_recall")
 class Arguments:
     """Arguments of `dejax demo`."""
 
-    target: str = "tiny"
+    target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
     full: bool = False
-    """20 prompts of 64 tokens, every run also seeded, and the arm without the router loss."""
-    out: Path = Path("dejax-demo")
-    """Where draft, plots and results go."""
-    json: str | None = None
-    """Where the results also go as JSON; - is standard output."""
+    """Decode 20 prompts rather than 6, also by sampling in every run; train one more arm."""
+    out: OutputFolder = Path("dejax-demo")
+    """Folder for draft experts, plots and results."""
+    json: OutputFile | None = None
+    """Write the results here too as JSON; - is standard output."""
 
 
 def train_arms(
@@ -129,27 +130,39 @@ def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Pat
     return paths
 
 
+OUTLINE = (
+    "five stages: fit and train draft experts, measure them on held-out text, decode {prompts} "
+    "prompts in every mode, compare with autoregressive decoding, write tables and plots to {out}"
+)
+TINY_TAKES = {
+    False: "; five to seven minutes on two cores",
+    True: "; several times the five to seven minutes of the demo without --full",
+}
+"""What is known of the embedded target's time, by `--full`."""
+
+
 def main(argv: list[str]) -> int:
     """Runs `dejax demo`."""
-    args = parse(Arguments, argv, prog="dejax demo", description="The main job, end to end.")
+    about = "The whole job on one target: train draft experts, decode in every mode, check, report."
+    args = parse(Arguments, argv, prog="dejax demo", description=about)
     began = time.perf_counter()
     config = replace(load_config("distill_tiny"), target=args.target)
     use_cpu_devices(config.cpu_devices)
+    count, tokens = (20, 64) if args.full else (6, 48)
+    check_output_folder(args.out)
+    check_draft_folder(args.out / "draft")
+    model_folder(args.target)  # before an outline of what cannot be done
+    takes = TINY_TAKES[args.full] if args.target == "tiny" else ""
+    say(OUTLINE.format(prompts=count, out=args.out) + takes)
     target = load_target(args.target)
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     draft, arms, done, log = train_arms(target, config, full=args.full, out=args.out)
-    count, tokens = (20, 64) if args.full else (6, 48)
     results, resident = decode_prompts(target, draft, count=count, tokens=tokens, full=args.full)
     rows = [result.row for result in results]
-    print_arms(arms)
-    print_drafts(rows)
-    print_verify(rows)
-    print_speed(rows)
     seconds = time.perf_counter() - began
     paths = save_plots(results, log, args.out)
-    print_summary(rows, resident, seconds=seconds, paths=paths)
     result = {
         "target": target.name,
         "distill": done,
@@ -158,9 +171,16 @@ def main(argv: list[str]) -> int:
         "resident": resident,
         "seconds": seconds,
     }
+
+    def show() -> None:
+        print_arms(arms)
+        print_drafts(rows)
+        print_verify(rows)
+        print_speed(rows)
+        print_summary(rows, resident, seconds=seconds, paths=paths)
+
     write_json(args.out / "demo.json", result)
-    if args.json is not None:
-        write_json(args.json, result)
+    report(args.json, result, show)
     bad = [row for row in rows if any(d["float64_verdict"] == "real" for d in row["divergences"])]
     if bad:
         names = ", ".join(row["name"] for row in bad)

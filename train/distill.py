@@ -6,7 +6,6 @@ trained and what memory that takes, without reading a weight. The result is `DIR
 folder.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,17 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax import families
-from dejax.ckpt.draft_state import save_draft
-from dejax.ckpt.tensor_files import read_json
+from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
+from dejax.paths import existing_file, kind_of
 from dejax.sharding import data_mesh, replicate, split_batch, unreplicate
 from dejax.target import Target, load_target, model_folder
-from infer.arguments import Positional, format_bytes, parse, write_json
-from infer.console import print_table
+from dejax.target import load_config as load_model_config
+from infer.arguments import OutputFile, OutputFolder, Positional, Settings, parse
+from infer.console import print_table, say
+from infer.output import check_output_folder, make_folder, report
+from infer.units import format_bytes
 from train.closed_form import InitConfig, fit_draft
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
@@ -36,7 +37,7 @@ from train.devices import use_cpu_devices
 from train.distill_plan import plan_distillation
 from train.distill_step import Batch, DistillState, Objective, make_step
 from train.evaluate import teacher_forced
-from train.loop import LoopConfig, Metrics, checkpointer, run
+from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
 from train.losses import LossWeights
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.packed_rows import (
@@ -85,6 +86,12 @@ class DistillConfig:
             raise UsageError(
                 f"seq_len is {self.seq_len} and batch_size {self.batch_size}; expected at least 1"
             )
+        if self.seq_len * self.batch_size >= 2**31:
+            raise UsageError(
+                f"seq_len is {self.seq_len} and batch_size {self.batch_size}; expected less than "
+                "2^31 tokens a batch"
+            )
+        check_seed_and_devices(self.seed, self.cpu_devices)
 
 
 def draft_config(config: DistillConfig, model: ModelConfig) -> DraftConfig:
@@ -142,9 +149,11 @@ def distill(
     teacher = as_teacher(target)
     draft = draft_config(config, teacher.config)
     run_info = {"target": teacher.identity, "config": to_json(config)}
-    resumed = workdir is not None and _check_resume(workdir, run_info, resume=resume)
-    optimizer = make_optimizer(config.optimizer, config.loop.steps)
-    if resumed:  # what is loaded replaces it
+    steps, step_done = config.loop.steps, None
+    if workdir is not None:
+        step_done = check_resume(workdir, run_info, resume=resume, steps=steps)
+    optimizer = make_optimizer(config.optimizer, steps)
+    if step_done is not None:  # what is loaded replaces it
         params = random_draft(teacher.config, draft, seed=0, identity="").stacked_params()
     else:
         params = initial_draft(teacher, batch_at, config) if initial is None else initial
@@ -179,7 +188,7 @@ def distill(
         layers=teacher.config.moe_layers,
         top_r=draft.top_r,
         identity=teacher.identity,
-        training=to_json(config) | {"steps": config.loop.steps},
+        training=to_json(config) | {"steps": steps},
     )
     return trained, log
 
@@ -195,32 +204,6 @@ def _check_shape(config: DistillConfig, model: ModelConfig) -> None:
         raise UsageError(
             f"batch_size is {config.batch_size}; expected a multiple of the {devices} devices"
         )
-
-
-def _check_resume(workdir: Path, run_info: dict[str, Any], *, resume: bool) -> bool:
-    """Whether there is a checkpoint to continue from; UsageError if it is not this run's."""
-    if not (workdir / "checkpoints").is_dir():
-        return False
-    with contextlib.closing(checkpointer(workdir, 1)) as saver:
-        if saver.latest is None:
-            return False
-        saved: Any = saver.checkpointables_metadata(saver.latest.step).custom_metadata or {}
-    if not resume:
-        raise UsageError(f"{workdir}: has checkpoints; resume, or choose another folder")
-    if saved.get("target") != run_info["target"]:
-        raise UsageError(
-            f"{workdir}: its checkpoints belong to target {saved.get('target')}, not to "
-            f"{run_info['target']}; choose another folder"
-        )
-    old, new = (dict(info.get("config") or {}) for info in (saved, run_info))
-    free = ("loop", "cpu_devices")  # neither changes what a step does
-    changed = [key for key in new if key not in free and old.get(key) != new[key]]
-    if changed:
-        was = ", ".join(f"{key} was {old.get(key)}" for key in changed)
-        raise UsageError(
-            f"{workdir}: its checkpoints are of another run ({was}); choose another folder"
-        )
-    return True
 
 
 @dataclass(frozen=True)
@@ -241,7 +224,7 @@ def open_data(config: DistillConfig, target: Target) -> Data:
       UsageError: there is no such data, or text for a target without a tokenizer.
     """
     folder, size = Path(config.data), config.batch_size
-    if (folder / "train").is_dir():
+    if config.data != "demo" and kind_of(folder) == "folder":
         phases = [Phase(start=0, seq_len=config.seq_len, batch_size=size)]
         stream = make_stream(folder, phases, seed=config.seed)
         kinds = [row for _, row in heldout_rows(folder, config.seq_len, most=_HELD_OUT_ROWS // 8)]
@@ -266,40 +249,57 @@ class Arguments:
     """Arguments of `dejax distill`."""
 
     config: Positional[str]
-    """A config file, or the name of one that comes with dejax."""
-    set: tuple[str, ...] = ()
-    """Settings to change: a.b=c."""
-    resume: Literal["auto", "none"] = "auto"
-    """auto: continue from the newest checkpoint in OUT, if there is one."""
+    """A config file, or the name of one that comes with dejax, such as distill_tiny."""
+    set: Settings = ()
+    """Settings to change, such as target=DIR, data=FILE.jsonl or loop.steps=300."""
+    out: OutputFolder | None = None
+    """Folder for the draft, checkpoints and metrics; runs/CONFIG unless given."""
+    resume: Resume = "auto"
+    """auto continues from the newest checkpoint in OUT, if there is one; none refuses to."""
     dry_run: bool = False
     """Print what would be trained and the memory it takes, and stop."""
-    out: Path | None = None
-    """Where the draft, checkpoints and metrics go (default: runs/CONFIG)."""
-    json: Path | None = None
-    """Where the result goes as JSON; - is standard output."""
+    json: OutputFile | None = None
+    """Write the result here as JSON; - is standard output."""
+
+
+ABOUT = """Train draft experts for a target. A config's data is a file of documents as JSON lines
+({"text": ...} or {"messages": [...]} a line, maybe .gz), a folder written by `python -m
+train.data`, or demo, dejax's own documents."""
 
 
 def main(argv: list[str]) -> int:
     """Runs `dejax distill`."""
-    args = parse(Arguments, argv, prog="dejax distill", description="Train draft experts.")
+    about = " ".join(ABOUT.split())
+    args = parse(Arguments, argv, prog="dejax distill", description=about)
     config = load_config(args.config, args.set)
     if not isinstance(config, DistillConfig):
         raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
     use_cpu_devices(config.cpu_devices)
+    check_data(config.data)
     if args.dry_run:
-        result = _print_plan(config)
-    else:
-        out = args.out or Path("runs") / Path(args.config).stem
-        result = _train(config, out, resume=args.resume == "auto")
-    if args.json is not None:
-        write_json(args.json, result)
+        plan = _plan(config)
+        report(args.json, plan, lambda: _show_plan(config.target, plan))
+        return 0
+    out = args.out or Path("runs") / Path(args.config).stem
+    check_output_folder(out)
+    result = _train(config, out, resume=args.resume == "auto")
+    report(args.json, result, lambda: _show(result))
     return 0
+
+
+def check_data(data: str) -> None:
+    """Refuses, before anything is loaded, data that is not there."""
+    if data != "demo" and kind_of(data) != "folder":
+        existing_file(data, "documents as JSON lines, a folder of tokens, or the name demo")
 
 
 def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
     """Distills as configured, saves the draft under `out`, and tells how it went."""
+    folder = model_folder(config.target)
+    _check_shape(config, load_model_config(folder))
+    check_draft_folder(out / "draft")
+    say(f"loading {config.target}")
     target = load_target(config.target, dtype=config.dtype)
-    _check_shape(config, target.config)
     data = open_data(config, target)
     target_config, teacher = target.config, as_teacher(target)
     del target  # its arrays are copied: not held twice while training
@@ -309,7 +309,7 @@ def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
         metrics = teacher_forced(teacher, params, data.held_out, r=top_r)
         return {f"heldout_{name}": value for name, value in metrics.items()}
 
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     started = time.perf_counter()
     draft, log = distill(
         teacher,
@@ -319,9 +319,8 @@ def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
         resume=resume,
         evaluate=evaluate if data.held_out else None,
     )
-    folder = save_draft(out / "draft", draft, target_config)
     result = {
-        "draft": folder,
+        "draft": save_draft(out / "draft", draft, target_config),
         "target": teacher.identity,
         "config": to_json(config),
         "seconds": time.perf_counter() - started,
@@ -329,19 +328,23 @@ def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
     }
     if data.held_out:
         result["heldout"] = evaluate(draft.stacked_params())
-        names = ("kl", "agreement", "router_agreement", "prefetch_recall")
-        row = [result["heldout"][f"heldout_{name}"] for name in names]
-        print_table(f"{folder}: held-out text", names, [row])
     return result
 
 
-def _print_plan(config: DistillConfig) -> dict[str, int]:
-    """Prints parameters, tokens and memory, and returns them."""
-    model = families.model_config(read_json(model_folder(config.target) / "config.json"))
+def _show(result: dict[str, Any]) -> None:
+    if "heldout" not in result:
+        print(f"{result['draft']}: written; the data left no text to hold out")
+        return
+    names = ("kl", "agreement", "router_agreement", "prefetch_recall")
+    row = [result["heldout"][f"heldout_{name}"] for name in names]
+    print_table(f"{result['draft']}: held-out text", names, [row])
+
+
+def _plan(config: DistillConfig) -> dict[str, int]:
+    """Parameters, tokens and memory of a run, without reading a weight."""
+    model = load_model_config(model_folder(config.target))
     _check_shape(config, model)
-    if config.data != "demo" and not Path(config.data).exists():
-        raise UsageError(f"{config.data}: no such data; expected JSON lines, a folder, or demo")
-    plan = plan_distillation(
+    return plan_distillation(
         model,
         draft_config(config, model),
         config.optimizer,
@@ -353,10 +356,12 @@ def _print_plan(config: DistillConfig) -> dict[str, int]:
         objective=config.objective,
         remat=config.remat,
     )
-    shown = {
-        name: format_bytes(value) if name.endswith("_bytes") else f"{value:,}"
-        for name, value in plan.items()
-    }
-    rows = [[name.replace("_", " "), value] for name, value in shown.items()]
-    print_table(f"plan: draft experts for {config.target}", ("what", "how much"), rows)
-    return plan
+
+
+def _show_plan(target: str, plan: dict[str, int]) -> None:
+    rows = []
+    for name, value in plan.items():
+        words = name.replace("_", " ").removesuffix(" bytes")
+        shown = format_bytes(value) if name.endswith("_bytes") else f"{value:,}"
+        rows.append((f"memory: {words}" if name.endswith("_bytes") else words, shown))
+    print_table(f"plan: draft experts for {target}", ("what", "how much"), rows)

@@ -25,7 +25,6 @@ from dejax.model import (
     Params,
     Transformer,
     attend_full,
-    causal_mask,
     combine,
     logits_of,
     route,
@@ -42,7 +41,14 @@ from train.losses import (
     router_loss,
     vocabulary_losses,
 )
-from train.stacked import StackedDef, StackedParams, block_size, embed_outer
+from train.stacked import (
+    Sight,
+    StackedDef,
+    StackedParams,
+    block_size,
+    embed_outer,
+    scan_layers,
+)
 
 Objective = Literal["all", "residual-local"]
 Batch = dict[str, Any]
@@ -89,37 +95,27 @@ class TargetHalf(NamedTuple):
     missing: Float[Array, "B T D"]
 
 
-class Whole(NamedTuple):
-    """What a layer needs of a batch: where its tokens stand, and who sees whom."""
-
-    positions: Int[Array, "B T"]
-    visible: Bool[Array, "B T T"]
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Whole":
-        """Positions and mask of a batch of packed rows."""
-        return cls(batch["positions"], causal_mask(batch["segment_ids"]))
-
-
 def _routed(
     h: Float[Array, "B T D"], chosen: Routing, stack: Array, config: ModelConfig
 ) -> Float[Array, "B T D"]:
     """`routed_output` with the block size that suits so many assignments."""
     tokens, per_token = h.shape[0] * h.shape[1], max(chosen.ids.shape[-1], 1)
-    return routed_output(h, chosen, stack, block=block_size(tokens, config, per_token=per_token))
+    block = block_size(tokens, config, per_token=per_token)
+    return routed_output(h, chosen, stack, block=block, activation=config.moe.activation)
 
 
 def target_half(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     stack: Array,
-    whole: Whole,
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
     *,
     r: int,
     config: ModelConfig,
 ) -> TargetHalf:
     """One full MoE layer, its routed output split into the top r and the rest."""
-    x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
+    x = attend_full(layer, x, positions=positions, mask=mask)
     h, routing, always = route(layer, x)
     assert routing is not None
     kept = _routed(h, top_r(routing, r), stack, config)
@@ -150,13 +146,14 @@ def draft_half(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     stack: Array,
-    whole: Whole,
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
     *,
     r: int,
     config: ModelConfig,
 ) -> DraftHalf:
     """One MoE layer of the draft network, its draft expert left to the caller."""
-    x = attend_full(layer, x, positions=whole.positions, mask=whole.visible)
+    x = attend_full(layer, x, positions=positions, mask=mask)
     h, routing, always = route(layer, x)
     assert routing is not None
     return DraftHalf(x, h, routing, always, _routed(h, top_r(routing, r), stack, config))
@@ -179,24 +176,17 @@ def paired_forward(
       r: routed experts that the draft path keeps.
       remat: recompute each layer in the backward pass, for less memory.
     """
-    whole, counted = Whole.of(batch), batch["mask"]
-    outer, x = embed_outer(
-        definition,
-        params,
-        batch["tokens"],
-        positions=whole.positions,
-        mask=whole.visible,
-        dtype=dtype,
-    )
+    sight, counted = Sight.of(definition.config, batch), batch["mask"]
+    outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     x = jax.lax.stop_gradient(x)
     options: Any = dict(r=r, config=definition.config)
 
-    def body(carry, pieces):
+    def body(carry, pieces, mask):
         full, drafted = carry
         layer_params, stack, expert = pieces
         layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        target = target_half(layer, full, stack, whole, **options)
-        draft_side = draft_half(layer, drafted, stack, whole, **options)
+        target = target_half(layer, full, stack, sight.positions, mask, **options)
+        draft_side = draft_half(layer, drafted, stack, sight.positions, mask, **options)
         h = draft_side.hidden
         output = jnp.zeros_like(h) if expert is None else draft_output(expert, h)
         pair = LayerPair(
@@ -208,7 +198,8 @@ def paired_forward(
         return (target.x, draft_side.finish(output)), pair
 
     body = jax.checkpoint(body) if remat else body
-    (full, drafted), pairs = jax.lax.scan(body, (x, x), (params.layers, params.routed, draft))
+    pieces = (params.layers, params.routed, draft)
+    (full, drafted), pairs = scan_layers(definition, outer, sight, body, (x, x), pieces)
     return outer, full, drafted, pairs
 
 
@@ -225,24 +216,19 @@ def local_residual(
 
     The cheap first stage: layers are independent and no gradient passes through depth.
     """
-    whole = Whole.of(batch)
-    _, x = embed_outer(
-        definition,
-        params,
-        batch["tokens"],
-        positions=whole.positions,
-        mask=whole.visible,
-        dtype=dtype,
-    )
+    sight = Sight.of(definition.config, batch)
+    outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
 
-    def body(full, pieces):
+    def body(full, pieces, mask):
         layer_params, stack, expert = pieces
         layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        half = target_half(layer, full, stack, whole, r=r, config=definition.config)
+        options: Any = dict(r=r, config=definition.config)
+        half = target_half(layer, full, stack, sight.positions, mask, **options)
         output = draft_output(expert, jax.lax.stop_gradient(half.hidden))
         return jax.lax.stop_gradient(half.x), residual_loss(output, half.missing, batch["mask"])
 
-    return jax.lax.scan(body, x, (params.layers, params.routed, draft))[1]
+    pieces = (params.layers, params.routed, draft)
+    return scan_layers(definition, outer, sight, body, x, pieces)[1]
 
 
 def compare_vocabulary(

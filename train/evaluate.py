@@ -9,8 +9,7 @@ accepted / drafted tokens and what was prefetched, from real decoding.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,23 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.target import Target, load_target
-from infer.arguments import NonNegativeInt, Positional, PositiveInt, parse, read_prompts, write_json
-from infer.console import print_table, progress
+from dejax.paths import existing_file
+from dejax.target import Target, load_target, read_outline
+from infer.arguments import (
+    DraftSpec,
+    InputFile,
+    Model,
+    NonNegativeInt,
+    OutputFile,
+    ParsedBy,
+    Positional,
+    PositiveInt,
+    parse,
+)
+from infer.console import print_table, progress, say
 from infer.generate import generate
+from infer.output import report
+from infer.prompts import read_prompts
 from infer.report import stats
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
@@ -156,19 +168,21 @@ def all_arms(
     `calibration` are other rows than `batches`, on which the mean of the left-out output is taken.
     """
     teacher = as_teacher(target)
-    constant = mean_missing(
-        teacher.definition, teacher.params, calibration, r=1, dtype=teacher.dtype
-    )
-    arms: dict[str, tuple[Params | None, int]] = {"shared only": (None, 0)}
-    arms |= {f"top-{r}": (None, r) for r in (1, 2, 3) if r <= teacher.config.moe.top_k}
-    arms["top-1 + mean"] = constant, 1
-    if draft is not None:
-        arms["draft"] = draft.stacked_params(), draft.config.top_r
+    ranks = [r for r in (1, 2, 3) if r <= teacher.config.moe.top_k]
     results = {}
-    with progress("evaluate", len(arms), "arms") as bar:
+    with progress("evaluate", len(ranks) + 2 + (draft is not None), "arms") as bar:
+        with bar.aside("compiling, and averaging what top-1 leaves out"):
+            constant = mean_missing(
+                teacher.definition, teacher.params, calibration, r=1, dtype=teacher.dtype
+            )
+        arms: dict[str, tuple[Params | None, int]] = {"shared only": (None, 0)}
+        arms |= {f"top-{r}": (None, r) for r in ranks}
+        arms["top-1 + mean"] = constant, 1
+        if draft is not None:
+            arms["draft"] = draft.stacked_params(), draft.config.top_r
         for name, (params, r) in arms.items():
             results[name] = teacher_forced(teacher, params, batches, r=r)
-            bar.advance(1)
+            bar.advance(1, arm=name)
     return results
 
 
@@ -182,28 +196,33 @@ def in_loop(
     return stats([record for generation in generations for record in generation.trace])
 
 
+def documents(text: str) -> str:
+    """`--data`: a file of documents, or `demo`."""
+    return text if text == "demo" else str(existing_file(text, "JSON lines, or the name demo"))
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of `dejax evaluate`."""
 
-    model: Positional[str]
-    """A model folder, or tiny."""
-    draft: str
-    """An adapter folder written by `dejax distill`, or init[:SEED]."""
-    data: str = "demo"
-    """Documents, JSON lines; demo: the part of dejax's own that distillation leaves out."""
-    prompts: Path | None = None
-    """Prompts for the in-loop figures, JSON lines; without it they are left out."""
+    model: Positional[Model]
+    """A Hugging Face folder, a converted folder, or tiny."""
+    draft: DraftSpec
+    """The draft experts: a folder from `dejax distill`, or untrained ones."""
+    data: Annotated[str, ParsedBy(documents, "FILE|demo")] = "demo"
+    """Documents as JSON lines ({"text": ...} or {"messages": [...]} a line), or the demo's."""
+    prompts: InputFile | None = None
+    """Prompts to decode for in-loop figures, as JSON lines; none are decoded unless given."""
     max_new_tokens: PositiveInt = 64
-    """Tokens to decode for each prompt."""
-    seq_len: PositiveInt = 256
-    """Tokens of a row."""
+    """New tokens of a prompt at most."""
+    seq_len: PositiveInt | None = None
+    """Tokens of a row of text; 256 unless given, or the target's context if that is less."""
     batch_size: PositiveInt = 8
     """Rows of a batch."""
     rows: NonNegativeInt = 64
-    """Rows to evaluate on, at most; 0: all."""
-    json: Path | None = None
-    """Where the results go as JSON; - is standard output."""
+    """Rows to evaluate on at most; 0 is all."""
+    json: OutputFile | None = None
+    """Write the results here as JSON; - is standard output."""
 
 
 COLUMNS = {
@@ -244,28 +263,41 @@ def evaluation_rows(
 
 def main(argv: list[str]) -> int:
     """Runs `dejax evaluate`."""
-    args = parse(Arguments, argv, prog="dejax evaluate", description="Quality of draft experts.")
-    target = load_target(args.model)
-    draft = resolve_draft(args.draft, target)
+    about = "Measure how close draft experts come to their target, and how much is accepted."
+    args = parse(Arguments, argv, prog="dejax evaluate", description=about)
     prompts = read_prompts(args.prompts) if args.prompts else []
+    outline = read_outline(args.model)
+    context = outline.config.context
+    if args.seq_len is not None and args.seq_len > context:
+        raise UsageError(
+            f"--seq-len: {args.seq_len} is beyond the context of {outline.name}; expected at most "
+            f"{context}"
+        )
+    draft = resolve_draft(args.draft, outline)
+    say(f"loading {args.model}")
+    target = load_target(args.model)
     batches, calibration = evaluation_rows(
         target,
         args.data,
-        seq_len=min(args.seq_len, target.config.context),
+        seq_len=args.seq_len or min(256, context),
         batch_size=args.batch_size,
         most=args.rows or None,
     )
     arms = all_arms(target, draft, batches, calibration)
-    rows = [[name, *(arm[key] for key in COLUMNS)] for name, arm in arms.items()]
-    note = f"{arms['draft']['tokens']:.0f} tokens; the target's own loss is "
-    note += f"{arms['draft']['loss_full']:.4g}"
-    print_table(f"{target.name}: teacher-forced", ["arm", *COLUMNS.values()], rows, note)
     result: dict[str, Any] = {"target": target.identity, "teacher_forced": arms}
     if prompts:
-        loop = in_loop(target, draft, prompts, max_new_tokens=args.max_new_tokens)
-        row = [loop[name] for name in LOOP_COLUMNS]
-        print_table(f"{target.name}: in the loop", list(LOOP_COLUMNS.values()), [row])
-        result["in_loop"] = loop
-    if args.json is not None:
-        write_json(args.json, result)
+        say(f"decoding {len(prompts)} prompts")
+        result["in_loop"] = in_loop(target, draft, prompts, max_new_tokens=args.max_new_tokens)
+    report(args.json, result, lambda: _show(target.name, result))
     return 0
+
+
+def _show(name: str, result: dict[str, Any]) -> None:
+    arms = result["teacher_forced"]
+    rows = [[arm, *(metrics[key] for key in COLUMNS)] for arm, metrics in arms.items()]
+    note = f"{arms['draft']['tokens']:.0f} tokens; the target's own loss is "
+    note += f"{arms['draft']['loss_full']:.4g}"
+    print_table(f"{name}: teacher-forced", ["arm", *COLUMNS.values()], rows, note)
+    if "in_loop" in result:
+        row = [result["in_loop"][key] for key in LOOP_COLUMNS]
+        print_table(f"{name}: in the loop", list(LOOP_COLUMNS.values()), [row])

@@ -22,10 +22,12 @@ from matplotlib.figure import Figure
 import dejax
 from dejax.errors import FailedError, UsageError
 from dejax.target import Target, load_target, model_folder
-from infer.arguments import Positional, PositiveInt, parse, read_prompts, to_plain, write_json
+from infer.arguments import Positional, PositiveInt, parse
 from infer.console import say
-from infer.generate import Generation, encode_prompt, generate
+from infer.generate import Generation, generate
 from infer.inspect import inspect
+from infer.output import to_plain, write_json
+from infer.prompts import encode_prompt, read_prompts
 from infer.report import distinct_ngrams
 from train import card_measures
 from train.card_measures import Numbers

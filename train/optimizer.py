@@ -4,6 +4,7 @@ The constant middle of the schedule does not depend on the number of steps: a ru
 or prolonged by decaying from any of its checkpoints.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,8 +30,19 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self):
-        if self.learning_rate <= 0:
-            raise UsageError(f"optimizer.learning_rate is {self.learning_rate}; expected > 0")
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; expected > 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise UsageError(f"optimizer.{name} is {value}; expected from 0 to below 1")
+        if not 0 <= self.final_fraction <= 1:
+            raise UsageError(
+                f"optimizer.final_fraction is {self.final_fraction}; expected from 0 to 1"
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; expected 0 or more")
         if min(self.warmup_steps, self.decay_steps) < 0:
             raise UsageError("optimizer: warmup_steps and decay_steps must be 0 or more")
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dejax.errors import UsageError
+from dejax.paths import read_file
 from train.data import Batch, RowSource, TokenArrays
 from train.text import KINDS
 from train.tokenizer import END_OF_TEXT
@@ -38,8 +39,8 @@ def read_documents(path: str | Path) -> list[Document]:
         number).
     """
     path = DEMO_DOCUMENTS if str(path) == "demo" else Path(path)
+    data = read_file(path, "documents as JSON lines, or the name demo")
     try:
-        data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise UsageError(f"{path}: cannot be read as JSON lines ({error})") from None
@@ -49,7 +50,7 @@ def read_documents(path: str | Path) -> list[Document]:
             continue
         try:
             document = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: line {number} is not JSON ({error})") from None
         if not isinstance(document, dict) or not _is_document(document):
             raise UsageError(

@@ -4,6 +4,7 @@ Every routed product is dropless. The result is an ordinary Hugging Face folder;
 metrics stay beside it, so that a stopped run continues where it was.
 """
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,14 @@ from dejax.errors import UsageError
 from dejax.model import Transformer, logits_of
 from dejax.pytree import pytree
 from dejax.sharding import add_shards, data_mesh, per_shard, replicate, split_batch
-from infer.arguments import Positional, parse
+from dejax.target import load_target
+from infer.arguments import InputFolder, OutputFile, OutputFolder, Positional, Settings, parse
+from infer.console import print_table
+from infer.output import make_folder, report
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
 from train.devices import use_cpu_devices
-from train.loop import LoopConfig, run
+from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
 from train.losses import cross_entropy, gate_concentration, load_balance
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import (
@@ -47,7 +51,8 @@ class PretrainConfig:
     """A pretraining run.
 
     `model` is the content of the checkpoint's `config.json`; `balance_weight` and `spread_weight`
-    weigh the global load-balance loss and the gates' concentration; `cpu_devices` splits the batch
+    weigh the global load-balance loss and the gates' concentration; `start` is a model folder (or
+    `tiny`) to take the first weights from, None for random ones; `cpu_devices` splits the batch
     over so many virtual devices where there is no accelerator.
     """
 
@@ -58,7 +63,11 @@ class PretrainConfig:
     seed: int = 0
     balance_weight: float = 0.01
     spread_weight: float = 0.0
+    start: str | None = None
     cpu_devices: int = 1
+
+    def __post_init__(self):
+        check_seed_and_devices(self.seed, self.cpu_devices)
 
 
 @pytree(frozen=True)
@@ -87,6 +96,23 @@ def init_params(config: ModelConfig, seed: int) -> tuple[StackedDef, StackedPara
     return definition, jax.tree_util.tree_map_with_path(zero_outputs, params)
 
 
+def start_params(
+    start: str, config: ModelConfig, tokenizer: Any
+) -> tuple[StackedDef, StackedParams]:
+    """The weights of an earlier run's model, in float32.
+
+    Raises:
+      UsageError: there is no such model, or it has another configuration or tokenizer.
+    """
+    target = load_target(start)
+    if target.config != config:
+        raise UsageError(f"start: {start} has another configuration than the run's `model`")
+    if target.tokenizer is not None and target.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(f"start: {start} has another tokenizer than the data")
+    routed = {layer: target.layer_experts(layer) for layer in config.moe_layers}
+    return stack_target(target.model, routed)
+
+
 def loss_fn(
     params: StackedParams,
     batch: dict[str, Array],
@@ -99,13 +125,7 @@ def loss_fn(
     The parts add up, over the shards of axis `data`, to the next-token loss plus the weighted
     global load-balance loss and gate concentration.
     """
-    outer, x, taps = forward(
-        definition,
-        params,
-        batch["tokens"],
-        positions=batch["positions"],
-        segment_ids=batch["segment_ids"],
-    )
+    outer, x, taps = forward(definition, params, batch)
     rows = x.reshape(-1, x.shape[-1])
     total = cross_entropy(
         partial(logits_of, outer), rows, batch["targets"].reshape(-1), batch["mask"].reshape(-1)
@@ -174,13 +194,7 @@ def bits_per_byte(
 
     @jax.jit
     def row_nll(params, rows):
-        outer, x, _ = forward(
-            definition,
-            params,
-            rows["tokens"],
-            positions=rows["positions"],
-            segment_ids=rows["segment_ids"],
-        )
+        outer, x, _ = forward(definition, params, rows)
         flat = x.reshape(-1, x.shape[-1])
         targets, mask = rows["targets"].reshape(-1), rows["mask"].reshape(-1)
         return cross_entropy(partial(logits_of, outer), flat, targets, mask).sum
@@ -206,41 +220,51 @@ class Arguments:
     """Arguments of `dejax pretrain`."""
 
     config: Positional[str]
-    """A config file, or the name of one that comes with dejax."""
-    data: Path
+    """A config file, or the name of one that comes with dejax, such as pretrain_tiny."""
+    data: InputFolder
     """Folder of tokenizer and tokens, written by `python -m train.data`."""
-    out: Path
-    """Where the model, its checkpoints and metrics go."""
-    set: tuple[str, ...] = ()
-    """Settings to change: a.b=c."""
-    resume: bool = True
-    """Continue from the newest checkpoint in OUT."""
+    out: OutputFolder
+    """Folder for the model, its checkpoints and metrics."""
+    set: Settings = ()
+    """Settings to change, such as loop.steps=300 or optimizer.learning_rate=0.002."""
+    resume: Resume = "auto"
+    """auto continues from the newest checkpoint in OUT, if there is one; none refuses to."""
+    json: OutputFile | None = None
+    """Write the result here as JSON; - is standard output."""
 
 
 def main(argv: list[str]) -> int:
     """Runs `dejax pretrain`."""
-    args = parse(Arguments, argv, prog="dejax pretrain", description="Pretrain a small MoE.")
+    about = "Train a small MoE from random weights or from another model's."
+    args = parse(Arguments, argv, prog="dejax pretrain", description=about)
     config = load_config(args.config, args.set)
     if not isinstance(config, PretrainConfig):
         kind = type(config).__name__
         raise UsageError(f"config {args.config}: makes a {kind}, no PretrainConfig")
+    info, steps = to_json(config), config.loop.steps
+    check_resume(args.out, info, resume=args.resume == "auto", steps=steps)
     stream = make_stream(args.data, config.phases, seed=config.seed)
-    lengths = token_lengths(load_tokenizer(args.data / "tokenizer"))
+    tokenizer = load_tokenizer(args.data / "tokenizer")
+    lengths = token_lengths(tokenizer)
     use_cpu_devices(config.cpu_devices)
     mesh = data_mesh()
     model_config = families.model_config(config.model)
-    definition, params = init_params(model_config, config.seed)
-    optimizer = make_optimizer(config.optimizer, config.loop.steps)
+    if config.start is None:
+        definition, params = init_params(model_config, config.seed)
+    else:
+        definition, params = start_params(config.start, model_config, tokenizer)
+    optimizer = make_optimizer(config.optimizer, steps)
     state = PretrainState(params=params, opt_state=optimizer.init(_tree(params)))
     state = replicate(state, mesh)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
 
-    def evaluate(state: PretrainState) -> dict[str, float]:
+    def evaluate(state: PretrainState) -> Metrics:
         return bits_per_byte(
             definition, state.params, args.data, byte_lengths=lengths, seq_len=256, most=48
         )
 
-    state, _ = run(
+    began = time.perf_counter()
+    state, log = run(
         state,
         step_fn=make_step(definition, optimizer, config, mesh),
         batch_at=stream.batch_at,
@@ -248,9 +272,9 @@ def main(argv: list[str]) -> int:
         config=config.loop,
         label="pretrain",
         workdir=args.out,
-        resume=args.resume,
+        resume=True,
         evaluate=evaluate,
-        run_info=to_json(config),
+        run_info=info,
     )
     model, routed = unstack_target(definition, state.params)
     write_checkpoint(
@@ -261,4 +285,14 @@ def main(argv: list[str]) -> int:
         dtype=jnp.bfloat16,
         tokenizer=args.data / "tokenizer",
     )
+    seconds = time.perf_counter() - began
+    result = {"model": args.out / "model", "config": info, "seconds": seconds, "log": log}
+    report(args.json, result, lambda: _show(result["model"], log))
     return 0
+
+
+def _show(model: Path, log: list[Metrics]) -> None:
+    """Where the model is, and the last figures of the log, if there was anything left to train."""
+    names = ("step", "loss", *(name for name in (log[-1] if log else {}) if name[:4] == "bpb_"))
+    rows = [[row[name] for name in names] for row in log[-1:]]
+    print_table(f"{model}: written", names, rows, "bpb: held-out bits a byte" if rows else "")

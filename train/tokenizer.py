@@ -88,7 +88,11 @@ def load_tokenizer(folder: Path | str):
         raise UsageError(f"tokenizer: {folder} has no tokenizer.json; prepare the data first")
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # damaged files end in whatever exception they happen to cause
+        first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line})") from None
 
 
 def token_bytes(tokenizer) -> list[bytes]:

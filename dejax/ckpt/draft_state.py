@@ -24,6 +24,7 @@ from dejax.ckpt.tensor_files import read_json
 from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, DraftExpert, random_draft
 from dejax.errors import FailedError, UsageError
+from dejax.paths import existing_folder, kind_of, shown
 
 SCHEMA = 1
 WEIGHTS_FILE = "adapter.safetensors"
@@ -78,10 +79,7 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
       FailedError: it cannot be written.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and not _is_replaceable(folder):
-        raise UsageError(
-            f"{folder}: exists and is not a draft adapter alone; choose another folder"
-        )
+    check_draft_folder(folder)
     config = {
         "schema": SCHEMA,
         "target": {
@@ -112,6 +110,18 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def check_draft_folder(folder: str | Path) -> None:
+    """Refuses a place where `save_draft` would overwrite something else than an adapter.
+
+    Raises:
+      UsageError: it would, or the system does not take the path.
+    """
+    if kind_of(folder) and not _is_replaceable(Path(folder)):
+        raise UsageError(
+            f"{folder}: exists and is not a draft adapter alone; choose another folder"
+        )
 
 
 def _is_replaceable(folder: Path) -> bool:
@@ -189,13 +199,11 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The checked content of an adapter's configuration file."""
-    if not folder.is_dir():
-        kind = "is not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {kind}; expected an adapter folder written by `dejax distill`")
-    if not (folder / CONFIG_FILE).is_file():
+    existing_folder(folder, "an adapter folder written by `dejax distill`")
+    if kind_of(folder / CONFIG_FILE) != "file":
         nested = folder / "draft"
         hint = f"; did you mean {nested}?" if (nested / CONFIG_FILE).is_file() else ""
-        raise UsageError(f"{folder}: no {CONFIG_FILE}; expected an adapter folder{hint}")
+        raise UsageError(f"{shown(folder)}: no {CONFIG_FILE}; expected an adapter folder{hint}")
     config = read_json(folder / CONFIG_FILE)
     if config.get("schema") != SCHEMA:
         raise UsageError(

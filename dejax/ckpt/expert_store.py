@@ -1,7 +1,7 @@
 """The bottom tier of residency: routed experts on disk (or in memory), one record a layer-expert.
 
-A record is the raw bytes of one C-contiguous array `[3, F, D]`; a manifest holds the shape, the
-dtype, the identity of the target and a checksum for every record. A conversion writes a store
+A record is one array `[3, F, D]` as `expert_codec` encodes it; a manifest holds the shape, the
+encoding, the identity of the target and a checksum for every record. A conversion writes a store
 once; the residency reads single experts from it while decoding, which is how the experts live
 outside accelerator memory in DraftExpert (arXiv 2607.24434).
 
@@ -15,30 +15,23 @@ journal line follows it, so a writer killed at any moment is continued by openin
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
+from dejax.ckpt import expert_codec
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
 
 SCHEMA = "dejax-expert-store"
 VERSION = 1
 CHECKSUM = "crc32"
-DTYPES: dict[str, np.dtype] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
-"""What a record may hold, by the name in the manifest."""
 
 _MANIFEST = "manifest.json"
 _JOURNAL = "journal.jsonl"
@@ -75,12 +68,18 @@ class _Plan:
             raise UsageError(f"expert store: {self.num_experts} experts a layer, expected >= 1")
         if len(self.shape) != 3 or self.shape[0] != 3 or min(self.shape) < 1:
             raise UsageError(f"expert store: shape {list(self.shape)}, expected [3, F, D]")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"expert store: dtype {self.dtype!r}, expected {' or '.join(DTYPES)}")
+        if self.dtype not in expert_codec.ENCODINGS:
+            known = " or ".join(expert_codec.ENCODINGS)
+            raise UsageError(f"expert store: dtype {self.dtype!r}, expected {known}")
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return expert_codec.record_bytes(self.dtype, self.shape)
+
+    @property
+    def numbers(self) -> np.dtype:
+        """What the numbers of a record are before they are encoded, and once decoded."""
+        return expert_codec.PLAIN.get(self.dtype, np.dtype(np.float32))
 
     def pairs(self) -> Iterator[Pair]:
         return ((layer, expert) for layer in self.layers for expert in range(self.num_experts))
@@ -109,7 +108,8 @@ class ExpertStoreWriter:
     ) -> None:
         """Starts or continues a store in folder `path`; None keeps the records in memory.
 
-        `shape` is [3, F, D], `dtype` a key of `DTYPES`, `identity` whatever names the target.
+        `shape` is [3, F, D], `dtype` one of `expert_codec.ENCODINGS`, `identity` whatever names the
+        target.
 
         Raises:
             UsageError: the plan is malformed, the folder holds something else, or it holds a
@@ -139,10 +139,13 @@ class ExpertStoreWriter:
         pair, plan = (int(layer), int(expert)), self._plan
         if pair not in self._pairs:
             raise UsageError(f"(layer, expert) {pair} is not among the planned records")
-        if record.shape != plan.shape or record.dtype != DTYPES[plan.dtype]:
-            found = f"(layer, expert) {pair}: {record.dtype.name} {list(record.shape)}"
-            raise UsageError(f"{found}, expected {plan.dtype} {list(plan.shape)}")
-        data = record.tobytes()
+        found = f"(layer, expert) {pair}: {record.dtype.name} {list(record.shape)}"
+        if record.shape != plan.shape or record.dtype != plan.numbers:
+            raise UsageError(f"{found}, expected {plan.numbers.name} {list(plan.shape)}")
+        try:
+            data = expert_codec.encode(plan.dtype, record).tobytes()
+        except ValueError as error:
+            raise UsageError(f"{found}: {error}; it cannot be stored as {plan.dtype}") from error
         checksum = zlib.crc32(data)
         if pair in self._checksums:
             if self._checksums[pair] != checksum:
@@ -246,7 +249,8 @@ class ExpertStore:
         layers: decoder layers with routed experts, ascending.
         num_experts: routed experts of a layer.
         shape: (3, F, D).
-        dtype: of the stored records, as NumPy (ml_dtypes) has it.
+        encoding: of the stored records, by name (`expert_codec`).
+        numbers: dtype of their numbers, as NumPy (ml_dtypes) has it; float32 if quantised.
         bytes_per_expert: bytes of one stored record.
         pairs: every layer-expert, by layer, then expert.
     """
@@ -260,7 +264,8 @@ class ExpertStore:
         self.layers = plan.layers
         self.num_experts = plan.num_experts
         self.shape = plan.shape
-        self.dtype = DTYPES[plan.dtype]
+        self.encoding = plan.dtype
+        self.numbers = plan.numbers
         self.bytes_per_expert = plan.record_bytes
         self.pairs: tuple[Pair, ...] = tuple(plan.pairs())
         self._plan = plan
@@ -295,8 +300,10 @@ class ExpertStore:
                 raise UsageError(f"{file} {found}, expected {plan.record_bytes} bytes; {_AGAIN}")
         return cls(root, _open_kvstore(root), plan, checksums)
 
-    def read(self, layer: int, expert: int) -> Shaped[np.ndarray, "3 F D"]:
+    def read(self, layer: int, expert: int) -> Shaped[np.ndarray, "..."]:
         """Returns one record, read-only, after checking its size and checksum.
+
+        It is as it is stored: [3, F, D] if plain, the bytes [N] if quantised; see `decode`.
 
         Raises:
             UsageError: no such pair.
@@ -316,7 +323,13 @@ class ExpertStore:
         if (checksum := zlib.crc32(data)) != self._checksums[pair]:
             reason = f"checksum {checksum:08x}, expected {self._checksums[pair]:08x}; {_AGAIN}"
             raise ExpertReadError(layer, expert, file, reason)
-        return np.frombuffer(data, self.dtype).reshape(self.shape)
+        if self.encoding in expert_codec.PLAIN:
+            return np.frombuffer(data, self.numbers).reshape(self.shape)
+        return np.frombuffer(data, np.uint8)
+
+    def decode(self, record: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "3 F D"]:
+        """The numbers of what `read` returned."""
+        return expert_codec.decode(self.encoding, record, self.shape)
 
     def locate(self, layer: int, expert: int) -> str:
         """Where a record is, for messages: its file, or its key in memory."""

@@ -9,7 +9,8 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from dejax.block_scaled import FP8, tiles
 from dejax.ckpt.tensor_files import (
     SINGLE_FILE,
     TensorEntry,
@@ -30,14 +32,15 @@ from dejax.ckpt.tensor_files import (
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.families import family_of
+from dejax.families.expert_forms import FusedExperts, pack_expert
 from dejax.model import Transformer
 from dejax.shapes import Pair
 
 __all__ = [
     "CheckpointPlan",
     "abstract_model",
+    "array_paths",
     "checkpoint_tensors",
-    "pack_expert",
     "plan_checkpoint",
     "read_json",
     "read_layer_experts",
@@ -70,7 +73,14 @@ def resident_keys(config: ModelConfig) -> dict[str, str]:
     return keys
 
 
-def _paths(state: nnx.State) -> dict[str, Any]:
+def _aliases(config: ModelConfig) -> dict[str, str]:
+    """Checkpoint key -> its other name, for all layers."""
+    names = getattr(family_of(config.family), "ALIASES", {})
+    layers = [f"model.layers.{index}." for index in range(config.num_layers)]
+    return {layer + key: layer + alias for layer in layers for alias, key in names.items()}
+
+
+def array_paths(state: nnx.State) -> dict[str, Any]:
     """Dotted path -> abstract array of every parameter."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
     return {".".join(str(part.key) for part in path): leaf for path, leaf in flat}
@@ -82,17 +92,22 @@ class CheckpointPlan:
 
     Attributes:
       resident: dotted path in `Transformer` -> entry.
-      experts: (layer, expert) -> the three entries gate, up, down; or (layer, -1) -> the two fused.
+      experts: (layer, expert) -> the entries gate, up, down; or (layer, -1) -> those of the layer's
+        fused form, which `forms` names.
     """
 
     config: ModelConfig
     resident: dict[str, TensorEntry]
     experts: dict[Pair, tuple[TensorEntry, ...]]
+    forms: dict[int, FusedExperts]
 
     @property
     def expert_dtype(self) -> np.dtype:
         """What the routed experts are stored as; where that differs, what holds all exactly."""
-        stored = {entry.dtype for entries in self.experts.values() for entry in entries}
+        stored = {form.numbers for form in self.forms.values() if form.numbers is not None}
+        for (layer, expert), entries in self.experts.items():
+            if expert >= 0 or self.forms[layer].numbers is None:
+                stored |= {entry.numbers for entry in entries}
         return np.dtype(functools.reduce(jnp.promote_types, stored))
 
     def resident_entries(self) -> dict[str, TensorEntry]:
@@ -108,7 +123,15 @@ class _Taker:
         self.entries, self.problems = list_tensors(folder)
         self.left = set(self.entries)
 
-    def take(self, key: str, shape: tuple[int, ...]) -> TensorEntry:
+    def take(
+        self, key: str, shape: tuple[int, ...], *, alias: str | None = None, packed: bool = False
+    ) -> TensorEntry:
+        """The entry of `key`, or of its other name where the folder has that one alone.
+
+        `packed` tensors may be bytes. An FP8 matrix takes its scales along.
+        """
+        if alias is not None and key not in self.entries and alias in self.entries:
+            key = alias
         self.left.discard(key)
         entry = self.entries.get(key)
         if entry is None:
@@ -116,12 +139,23 @@ class _Taker:
             return TensorEntry(self.folder, 0, shape, np.dtype(np.float32))  # never read
         if entry.shape != shape:
             self.problems.append(f"{key}: shape {list(entry.shape)}, expected {list(shape)}")
+        elif entry.dtype == FP8 and len(shape) != 2:
+            self.problems.append(f"{key}: FP8 {list(shape)}, expected a matrix")
+        elif entry.dtype == FP8:
+            scale = self.take(f"{key}_scale_inv", tiles(shape))
+            return replace(entry, scale=scale)
+        elif entry.dtype == np.uint8 and not packed:
+            self.problems.append(f"{key}: bytes, expected numbers")
         return entry
 
-    def finish(self) -> None:
-        """Raises UsageError with every problem, the keys nobody took included."""
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Raises UsageError with every problem, the keys nobody took included.
+
+        Keys that begin with one of `ignored` are no part of the target.
+        """
         # The reference writes empty tensors for shared experts of width 0: they hold nothing.
-        unknown = [key for key in self.left if self.entries[key].size]
+        left = (key for key in self.left if not key.startswith(ignored))
+        unknown = [key for key in left if self.entries[key].size]
         problems = self.problems + [f"{key}: unknown" for key in unknown]
         if problems:
             shown = "; ".join(sorted(problems)[:_SHOWN])
@@ -129,23 +163,31 @@ class _Taker:
             raise UsageError(f"{self.folder}: {len(problems)} bad tensors: {shown}{more}")
 
 
-def _take_experts(taker: _Taker, config: ModelConfig) -> dict[Pair, tuple[TensorEntry, ...]]:
-    """Entries of the routed experts, in whichever disk layout a layer has."""
+def _take_experts(
+    taker: _Taker, config: ModelConfig
+) -> tuple[dict[Pair, tuple[TensorEntry, ...]], dict[int, FusedExperts]]:
+    """Entries of the routed experts in whichever disk layout a layer has; the fused layouts."""
+    if not config.moe_layers:
+        return {}, {}
     family = family_of(config.family)
     e, f, d = config.moe.num_experts, config.moe.expert_width, config.width
-    experts = {}
+    experts, used = {}, {}
+    forms = (family.FUSED, *getattr(family, "OTHER_FORMS", ()))
+    single = getattr(family, "expert_keys", None)
     for layer in config.moe_layers:
         prefix = f"model.layers.{layer}."
-        gate_up, down = (prefix + key for key in family.FUSED_KEYS)
-        if gate_up in taker.entries or down in taker.entries:
-            fused = (taker.take(gate_up, (e, 2 * f, d)), taker.take(down, (e, d, f)))
-            experts[layer, -1] = fused
+        there = [sum(prefix + key in taker.entries for key in form.keys) for form in forms]
+        if single is None or any(there):  # forms share some keys: the fullest one is meant
+            form = forms[there.index(max(there))]
+            take = partial(taker.take, packed=form.numbers is not None)
+            keys = [prefix + key for key in form.keys]
+            experts[layer, -1], used[layer] = tuple(map(take, keys, form.shapes(config))), form
             continue
         for expert in range(e):
-            keys = (prefix + key for key in family.expert_keys(expert))
+            keys = [prefix + key for key in single(expert)]
             shapes = ((f, d), (f, d), (d, f))
             experts[layer, expert] = tuple(map(taker.take, keys, shapes))
-    return experts
+    return experts, used
 
 
 def _take_tied_head(taker: _Taker) -> None:
@@ -176,38 +218,36 @@ def plan_checkpoint(
     """
     taker = _Taker(folder)
     _, state = abstract_model(config)
-    shapes = {path: tuple(leaf.shape) for path, leaf in _paths(state).items()}
-    resident = {path: taker.take(key, shapes[path]) for key, path in resident_keys(config).items()}
-    experts = {} if resident_only else _take_experts(taker, config)
+    shapes = {path: tuple(leaf.shape) for path, leaf in array_paths(state).items()}
+    aliases = _aliases(config)
+    resident = {
+        path: taker.take(key, shapes[path], alias=aliases.get(key))
+        for key, path in resident_keys(config).items()
+    }
+    experts, forms = ({}, {}) if resident_only else _take_experts(taker, config)
     if config.tied:
         _take_tied_head(taker)
-    taker.finish()
-    return CheckpointPlan(config, resident, experts)
-
-
-def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray, *, dtype=None) -> np.ndarray:
-    """One expert record [3, F, D] from gate and up [F, D] and down [D, F], in `dtype` if given."""
-    record = np.empty((3, *gate.shape), gate.dtype if dtype is None else dtype)
-    for part, matrix in zip(record, (gate, up, down.T), strict=True):
-        part[...] = matrix
-    return record
+    ignored = getattr(family_of(config.family), "ignored", None)
+    taker.finish(ignored(config) if ignored else ())
+    return CheckpointPlan(config, resident, experts, forms)
 
 
 def read_layer_experts(
     plan: CheckpointPlan, layer: int, *, dtype=None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(expert, record [3, F, D]) of one MoE layer in ascending order, one in memory at a time.
+    """(expert, record) of one MoE layer in ascending order, one in memory at a time.
 
-    `dtype` defaults to that of the checkpoint (`plan.expert_dtype`).
+    Records have the shape `ModelConfig.expert_shape`; `dtype` defaults to that of the checkpoint
+    (`plan.expert_dtype`).
     """
     dtype = plan.expert_dtype if dtype is None else dtype
     for expert in range(plan.config.moe.num_experts):
         if (layer, -1) in plan.experts:
-            gate_up, down = (read_tensor(e.row(expert)) for e in plan.experts[layer, -1])
-            matrices = (*np.split(gate_up, 2), down)
+            rows = [read_tensor(entry.row(expert)) for entry in plan.experts[layer, -1]]
+            yield expert, plan.forms[layer].pack(rows, dtype)
         else:
             matrices = tuple(read_tensor(entry) for entry in plan.experts[layer, expert])
-        yield expert, pack_expert(*matrices, dtype=dtype)
+            yield expert, pack_expert(*matrices, dtype=dtype)
 
 
 def read_resident(plan: CheckpointPlan, dtype) -> Transformer:
@@ -226,16 +266,26 @@ def read_resident(plan: CheckpointPlan, dtype) -> Transformer:
 def checkpoint_tensors(
     config: ModelConfig, model: Transformer, routed: dict[int, Any]
 ) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors from arrays: the exact inverse of reading (per-expert layout)."""
+    """The checkpoint's tensors from arrays: the exact inverse of reading.
+
+    Experts lie one by one where the family has that form.
+    """
     family = family_of(config.family)
-    arrays = _paths(nnx.split(model)[1])
+    arrays = array_paths(nnx.split(model)[1])
     tensors = {key: np.asarray(arrays[path]) for key, path in resident_keys(config).items()}
+    single = getattr(family, "expert_keys", None)
     for layer in config.moe_layers:
-        stack = np.asarray(routed[layer])
-        for expert in range(config.moe.num_experts):
-            gate, up, down = stack[expert]
-            for key, value in zip(family.expert_keys(expert), (gate, up, down.T), strict=True):
-                tensors[f"model.layers.{layer}.{key}"] = np.ascontiguousarray(value)
+        stack, prefix = np.asarray(routed[layer]), f"model.layers.{layer}."
+        if single is None:
+            assert family.FUSED.unpack is not None
+            parts = zip(*map(family.FUSED.unpack, stack), strict=True)
+            for key, part in zip(family.FUSED.keys, parts, strict=True):
+                # The order in memory counts: safetensors writes it as it is, whatever the strides.
+                tensors[prefix + key] = np.ascontiguousarray(np.stack(part))
+            continue
+        for expert, (gate, up, down) in enumerate(stack):
+            for key, value in zip(single(expert), (gate, up, down.T), strict=True):
+                tensors[prefix + key] = np.ascontiguousarray(value)
     return tensors
 
 
@@ -259,7 +309,8 @@ def write_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = checkpoint_tensors(model.config, model, routed)
-    tensors = {name: array.astype(dtype) for name, array in tensors.items()}
+    kept = {key for key, path in resident_keys(model.config).items() if "selection_bias" in path}
+    tensors = {key: a if key in kept else a.astype(dtype) for key, a in tensors.items()}
     save_file(tensors, partial / SINGLE_FILE, metadata={"format": "pt"})
     (partial / SINGLE_FILE).chmod(0o644)  # safetensors makes files for the owner alone
     config = raw_config | {"dtype": jnp.dtype(dtype).name}

@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dejax.block_scaled import FP8, TILE, from_fp8
 from dejax.errors import FailedError, UsageError
 
 DTYPES = {
@@ -23,8 +24,12 @@ DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": FP8,
+    "U8": np.dtype(np.uint8),
 }
-"""What a weight may be stored as, by the name in a safetensors header."""
+"""What a tensor may be stored as, by the name in a safetensors header."""
+PLAIN_DTYPES = "BF16, F16, F32, F64"
+"""Those of them that need nothing else to be numbers, for messages."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -34,12 +39,26 @@ _CHUNK = 1 << 22  # elements read at a time
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: file, first byte in it, shape and dtype."""
+    """Where one tensor lies: file, first byte in it, shape and dtype.
+
+    `scale` is the entry of an FP8 matrix's scales: together they are its numbers.
+    """
 
     file: Path
     start: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    scale: "TensorEntry | None" = None
+
+    @property
+    def numbers(self) -> np.dtype:
+        """Dtype of the numbers that reading gives."""
+        return self.dtype if self.scale is None else np.dtype(np.float32)
+
+    @property
+    def piece(self) -> int:
+        """Elements that are read at a time; whole tiles where they share a scale."""
+        return _CHUNK if self.scale is None else TILE * self.shape[1]
 
     @property
     def size(self) -> int:
@@ -92,8 +111,8 @@ def list_tensors(folder: Path) -> tuple[dict[str, TensorEntry], list[str]]:
                 listed = weight_map.get(name, "nowhere")
                 problems.append(f"{name}: in {file.name}, but the index lists it in {listed}")
             if dtype not in DTYPES:
-                problems.append(f"{name}: dtype {dtype}, expected {', '.join(sorted(DTYPES))}")
-            entries[name] = TensorEntry(file, start, shape, DTYPES.get(dtype, np.dtype(np.uint8)))
+                problems.append(f"{name}: dtype {dtype}, expected {PLAIN_DTYPES}")
+            entries[name] = TensorEntry(file, start, shape, DTYPES.get(dtype, np.dtype(np.float32)))
     if weight_map is not None:
         problems += [
             f"{name}: in the index, but in no shard" for name in weight_map.keys() - entries
@@ -178,12 +197,22 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """One tensor, read from its byte range.
+    """One tensor's numbers, read from its byte range.
 
     Raises:
       FailedError: the file no longer holds it.
     """
-    return _read_flat(entry, 0, entry.size).reshape(entry.shape)
+    return _read_numbers(entry, 0, entry.size).reshape(entry.shape)
+
+
+def _read_numbers(entry: TensorEntry, first: int, count: int) -> np.ndarray:
+    """`count` numbers of a tensor from the `first` on, flat; `first` begins a row of tiles."""
+    flat = _read_flat(entry, first, count)
+    if entry.scale is None:
+        return flat
+    rows = flat.reshape(-1, entry.shape[1])
+    scales = read_tensor(entry.scale)[first // entry.shape[1] // TILE :]
+    return from_fp8(rows, scales[: -(-len(rows) // TILE)]).reshape(-1)
 
 
 def _read_flat(entry: TensorEntry, first: int, count: int) -> np.ndarray:
@@ -198,16 +227,17 @@ def _read_flat(entry: TensorEntry, first: int, count: int) -> np.ndarray:
     return flat
 
 
-def _chunks(entry: TensorEntry) -> Iterator[np.ndarray]:
-    for first in range(0, entry.size, _CHUNK):
-        yield _read_flat(entry, first, min(_CHUNK, entry.size - first))
+def _chunks(entry: TensorEntry, piece: int) -> Iterator[np.ndarray]:
+    for first in range(0, entry.size, piece):
+        yield _read_numbers(entry, first, min(piece, entry.size - first))
 
 
 def equal_tensors(one: TensorEntry, other: TensorEntry) -> bool:
     """Whether two stored tensors have the same shape and values (the same bytes, in one dtype)."""
     if one.shape != other.shape:
         return False
-    for a, b in zip(_chunks(one), _chunks(other), strict=True):
+    piece = other.piece if one.scale is None else one.piece
+    for a, b in zip(_chunks(one, piece), _chunks(other, piece), strict=True):
         if a.dtype != b.dtype:
             a, b = a.astype(np.float64), b.astype(np.float64)
         if a.tobytes() != b.tobytes():
@@ -218,20 +248,21 @@ def equal_tensors(one: TensorEntry, other: TensorEntry) -> bool:
 def copy_tensors(
     path: Path, entries: Mapping[str, TensorEntry], advance: Callable[[int], None] | None = None
 ) -> None:
-    """Writes a safetensors file with the bytes of `entries`, whole or not at all.
+    """Writes a safetensors file with the numbers of `entries`, whole or not at all.
 
+    FP8 matrices become float32, which holds codes times scales exactly.
     `advance` is called with the number of bytes after each piece; memory stays bounded by a piece.
     """
     # The order of the reference writer: no tensor is misaligned, whatever the shapes.
-    names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
+    names = sorted(entries, key=lambda name: (-entries[name].numbers.itemsize, name))
     spelled = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         entry, start = entries[name], end
-        end = start + entry.nbytes
+        end = start + entry.size * entry.numbers.itemsize
         header[name] = {
-            "dtype": spelled[entry.dtype],
+            "dtype": spelled[entry.numbers],
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }
@@ -240,7 +271,7 @@ def copy_tensors(
     with write_whole(path) as unfinished, unfinished.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            for chunk in _chunks(entries[name]):
+            for chunk in _chunks(entries[name], entries[name].piece):
                 file.write(chunk.tobytes())
                 if advance is not None:
                     advance(chunk.nbytes)

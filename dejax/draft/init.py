@@ -10,22 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dejax.config import ClampedSwiGLU
 from dejax.errors import UsageError
-from dejax.nn.experts import Expert
+from dejax.nn.experts import has_bias, inner_outputs
 from dejax.nn.router import Routing
-
-
-def neuron_outputs(weights: Expert, h: Float[Array, "*rows D"]) -> Float[Array, "*rows F"]:
-    """Activations of an expert's neurons, before the down projection."""
-    gate, up = weights[0].astype(h.dtype), weights[1].astype(h.dtype)
-    return jax.nn.silu(h @ gate.T) * (h @ up.T)
 
 
 def neuron_importance(
     h: Float[Array, "N D"],
     chosen: Routing,
-    stack: Float[Array, "E 3 F D"],
+    stack: Float[Array, "E 3 _F _D"],
     mask: Float[Array, " N"],
+    activation: ClampedSwiGLU | None = None,
 ) -> Float[Array, "E F"]:
     """Sum over rows of gate * |activation| * |down row|, for every neuron of every routed expert.
 
@@ -36,8 +32,9 @@ def neuron_importance(
     def one(_, piece):
         index, weights = piece
         gate = jnp.sum(jnp.where(chosen.ids == index, chosen.gates, 0), axis=-1) * mask
-        lengths = jnp.linalg.norm(weights[2].astype(h.dtype), axis=-1)
-        return None, (gate.astype(h.dtype) @ jnp.abs(neuron_outputs(weights, h))) * lengths
+        neurons = jnp.abs(inner_outputs(h, weights, activation))
+        lengths = jnp.linalg.norm(weights[2].astype(h.dtype), axis=-1)[: neurons.shape[-1]]
+        return None, (gate.astype(h.dtype) @ neurons) * lengths
 
     return jax.lax.scan(one, None, (jnp.arange(stack.shape[0]), stack))[1]
 
@@ -58,10 +55,13 @@ def most_important(importance: Float[np.ndarray, "E F"], count: int) -> Int[np.n
 
 
 def copy_neurons(
-    stack: Float[Array, "E 3 F D"], neurons: Int[np.ndarray, " count"]
+    stack: Float[Array, "E 3 _F _D"], neurons: Int[np.ndarray, " count"], width: int
 ) -> Float[Array, "3 count D"]:
-    """A draft expert with gate and up rows of these neurons, in float32 at least; down is zero."""
+    """A draft expert with gate and up rows of these neurons, in float32 at least; down is zero.
+
+    `width` is the model's. Draft experts have no biases: those of the neurons are left out.
+    """
     wide = jnp.promote_types(stack.dtype, jnp.float32)
-    expert, neuron = np.divmod(neurons, stack.shape[2])
-    rows = stack[expert, :, neuron].astype(wide)
+    expert, neuron = np.divmod(neurons, stack.shape[2] - has_bias(stack, width))
+    rows = stack[expert, :, neuron, :width].astype(wide)
     return jnp.stack([rows[:, 0], rows[:, 1], jnp.zeros_like(rows[:, 0])])

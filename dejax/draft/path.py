@@ -7,6 +7,7 @@ uses `draft_experts`; decoding gathers the top-r experts itself and adds `draft_
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dejax.config import ClampedSwiGLU
 from dejax.draft.expert import draft_output
 from dejax.model import ExpertsFn, Params
 from dejax.nn.experts import experts_of_tokens
@@ -24,22 +25,33 @@ def below_r(routing: Routing, r: int) -> Routing:
 
 
 def routed_output(
-    h: Float[Array, "B T D"], chosen: Routing, stack: Float[Array, "E 3 F D"], *, block: int
+    h: Float[Array, "B T D"],
+    chosen: Routing,
+    stack: Float[Array, "E 3 _F _D"],
+    *,
+    block: int,
+    activation: ClampedSwiGLU | None = None,
 ) -> Float[Array, "B T D"]:
     """Weighted sum of the experts in `chosen` over whole sequences; zero where it names none.
 
-    `block` is the rows of an expert's block in the grouped product.
+    `block` is the rows of an expert's block in the grouped product; `activation` the experts'.
     """
     k = chosen.ids.shape[-1]
     if k == 0:
         return jnp.zeros_like(h)
     flat = h.reshape(-1, h.shape[-1])
     ids, gates = chosen.ids.reshape(-1, k), chosen.gates.reshape(-1, k)
-    return experts_of_tokens(flat, ids, gates, stack, block=block).reshape(h.shape)
+    y = experts_of_tokens(flat, ids, gates, stack, block=block, activation=activation)
+    return y.reshape(h.shape)
 
 
 def draft_experts(
-    stack: Float[Array, "E 3 F D"], params: Params | None, *, r: int, block: int
+    stack: Float[Array, "E 3 _F _D"],
+    params: Params | None,
+    *,
+    r: int,
+    block: int,
+    activation: ClampedSwiGLU | None = None,
 ) -> ExpertsFn:
     """The draft path's expert function over whole sequences, for `dejax.model.layer_full`.
 
@@ -48,7 +60,7 @@ def draft_experts(
     """
 
     def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
-        y = routed_output(h, top_r(routing, r), stack, block=block)
+        y = routed_output(h, top_r(routing, r), stack, block=block, activation=activation)
         return y if params is None else y + draft_output(params, h)
 
     return experts

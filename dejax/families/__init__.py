@@ -1,7 +1,9 @@
 """Model families: for each, how a `config.json` becomes a `ModelConfig`, and its checkpoint's keys.
 
-A family is one file with `MODEL_TYPE`, `model_config`, `layer_keys`, `expert_keys` and
-`FUSED_KEYS`, listed here.
+A family is one file, listed here, with `MODEL_TYPE`, `model_config` and `layer_keys`. A MoE also
+has `FUSED`, the form in which a layer's experts lie in a few tensors, and `expert_keys` if they
+come one by one as well. `ALIASES` are other names of a layer's keys; `ignored` says what those keys
+begin with that are no part of the target.
 """
 
 import importlib
@@ -12,7 +14,17 @@ from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.families.raw_config import RawConfig
 
-FAMILIES = ("deepseek_v2",)
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "olmoe",
+    "qwen3",
+    "qwen3_moe",
+)
 
 
 def family_of(model_type: str) -> ModuleType:

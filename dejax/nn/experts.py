@@ -1,9 +1,10 @@
 """Routed experts: one function for a few decode rows, one for long sequences.
 
 An expert is one array [3, F, D]: gate projection, up projection, and the down projection
-transposed, so that it is loaded, checked and moved as one record. Both functions add a row's
-experts in ascending expert id; padding has weight zero. A row's sum therefore depends neither on
-which other experts the pass uses nor on the size bucket.
+transposed, so that it is loaded, checked and moved as one record. With biases it is [3, F + 1,
+D + 1]: the last column has the biases of gate and up, the last row that of down, and zeros fill the
+rest. Both functions add a row's experts in ascending expert id; padding has weight zero. A row's
+sum therefore depends neither on which other experts the pass uses nor on the size bucket.
 """
 
 from functools import partial
@@ -12,19 +13,58 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-Expert = Float[Array, "3 F D"]
+from dejax.config import ClampedSwiGLU
+
+Expert = Float[Array, "3 _F _D"]
+"""Its last two axes are one longer than the neurons and the width where it has biases."""
+
+
+def glu(
+    gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], activation: ClampedSwiGLU | None
+) -> Float[Array, "*rows F"]:
+    """What the down projection gets: silu(gate) * up, or gpt-oss's clamped form."""
+    if activation is None:
+        return jax.nn.silu(gate) * up
+    limit = jnp.asarray(activation.limit, gate.dtype)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
+
+
+def has_bias(expert: Float[Array, "*stack 3 _F _D"], width: int) -> bool:
+    """Whether records of this shape hold biases, for a model of this width."""
+    return expert.shape[-1] == width + 1
+
+
+def inner_outputs(
+    h: Float[Array, "*rows D"], expert: Expert, activation: ClampedSwiGLU | None = None
+) -> Float[Array, "*rows F"]:
+    """Activations of an expert's neurons, before the down projection."""
+    gate, up = expert[0].astype(h.dtype), expert[1].astype(h.dtype)
+    if not has_bias(expert, h.shape[-1]):
+        return glu(h @ gate.T, h @ up.T, activation)
+    gate, up = gate[:-1], up[:-1]
+    return glu(
+        h @ gate[:, :-1].T + gate[:, -1], h @ up[:, :-1].T + up[:, -1], activation=activation
+    )
 
 
 def expert_output(
-    h: Float[Array, "*rows D"], expert: Expert, *, weights: Float[Array, "*rows"] | None = None
+    h: Float[Array, "*rows D"],
+    expert: Expert,
+    *,
+    weights: Float[Array, "*rows"] | None = None,
+    activation: ClampedSwiGLU | None = None,
 ) -> Float[Array, "*rows D"]:
     """One expert applied to every row: (silu(h g^T) * (h u^T)) d, times the row's weight if given.
 
     A weight goes in before the down projection. Applied to its result, the compiler would round
     that product and the sum over experts once or twice, depending on how many experts a pass has.
     """
-    gate, up, down = (expert[i].astype(h.dtype) for i in range(3))
-    inner = jax.nn.silu(h @ gate.T) * (h @ up.T)
+    inner = inner_outputs(h, expert, activation)
+    down, biased = expert[2].astype(h.dtype), has_bias(expert, h.shape[-1])
+    if biased:  # the last row of `down` is its bias: a neuron that is always 1
+        inner = jnp.concatenate([inner, jnp.ones_like(inner[..., :1])], axis=-1)
+        down = down[:, :-1]
     return (inner if weights is None else inner * weights[..., None].astype(h.dtype)) @ down
 
 
@@ -42,6 +82,7 @@ def experts_of_rows(
     experts: tuple[Expert, ...],
     *,
     before: Float[Array, "R D"] | None = None,
+    activation: ClampedSwiGLU | None = None,
 ) -> Float[Array, "R D"]:
     """Weighted sum over the unique experts of a pass, each read once (`experts` ascending by id).
 
@@ -49,8 +90,24 @@ def experts_of_rows(
     """
     y = jnp.zeros_like(h) if before is None else before
     for index, expert in enumerate(experts):
-        y = y + expert_output(h, expert, weights=weights[:, index])
+        y = y + expert_output(h, expert, weights=weights[:, index], activation=activation)
     return y
+
+
+def _blocks_output(
+    x: Float[Array, "N B D"], weights: Float[Array, "N 3 _F _D"], activation: ClampedSwiGLU | None
+) -> Float[Array, "N B D"]:
+    """Every block of rows through its own expert."""
+    if not has_bias(weights, x.shape[-1]):
+        gate = jnp.einsum("nbd,nfd->nbf", x, weights[:, 0])
+        up = jnp.einsum("nbd,nfd->nbf", x, weights[:, 1])
+        return jnp.einsum("nbf,nfd->nbd", glu(gate, up, activation), weights[:, 2])
+    inner, bias = weights[:, :2, :-1, :-1], weights[:, :2, None, :-1, -1]
+    gate = jnp.einsum("nbd,nfd->nbf", x, inner[:, 0]) + bias[:, 0]
+    up = jnp.einsum("nbd,nfd->nbf", x, inner[:, 1]) + bias[:, 1]
+    down = weights[:, 2, :, :-1]
+    out = jnp.einsum("nbf,nfd->nbd", glu(gate, up, activation), down[:, :-1])
+    return out + down[:, -1:]
 
 
 @jax.custom_vjp
@@ -90,14 +147,15 @@ def _collect_bwd(residual, grad):
 _collect.defvjp(_collect_fwd, _collect_bwd)
 
 
-@partial(jax.jit, static_argnames=("block",))
+@partial(jax.jit, static_argnames=("block", "activation"))
 def experts_of_tokens(
     h: Float[Array, "T D"],
     ids: Int[Array, "T K"],
     gates: Float[Array, "T K"],
-    stack: Float[Array, "E 3 F D"],
+    stack: Float[Array, "E 3 _F _D"],
     *,
     block: int = 64,
+    activation: ClampedSwiGLU | None = None,
 ) -> Float[Array, "T D"]:
     """Weighted sum of each token's routed experts over a long sequence; never drops a token.
 
@@ -127,9 +185,7 @@ def experts_of_tokens(
     weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
 
     x = _dispatch(h, source_rank // k, slot_of).reshape(blocks, block, -1)
-    gate = jnp.einsum("nbd,nfd->nbf", x, weights[:, 0])
-    up = jnp.einsum("nbd,nfd->nbf", x, weights[:, 1])
-    out = jnp.einsum("nbf,nfd->nbd", jax.nn.silu(gate) * up, weights[:, 2])
+    out = _blocks_output(x, weights, activation)
     per_token = _collect(out.reshape(blocks * block, -1), source_rank, slot_of, filled)
     y = jnp.zeros_like(h)
     for column in range(k):  # ascending expert id, one at a time: the order of `experts_of_rows`

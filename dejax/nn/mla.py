@@ -29,7 +29,7 @@ class LatentCache:
     rope_key: Float[Array, "S P"]
 
 
-def init_cache(config: MLAConfig, slots: int, dtype) -> LatentCache:
+def init_latent_cache(config: MLAConfig, slots: int, dtype) -> LatentCache:
     """An empty cache of `slots` slots for one layer."""
     return LatentCache(
         latent=jnp.zeros((slots, config.kv_rank), dtype),
@@ -109,12 +109,15 @@ class MLA(nnx.Module):
         q_nope, q_rope = self._queries(x, positions)
         latent, key_rope = self._latents(x, positions)
         up_key, up_value = self._up_projections(x.dtype)
-        keys = jnp.einsum("btc,hmc->bthm", latent, up_key)
-        values = jnp.einsum("btc,hwc->bthw", latent, up_value)
-        scores = jnp.einsum("bthm,bshm->bhts", q_nope, keys)
-        scores = (scores + jnp.einsum("bthp,bsp->bhts", q_rope, key_rope)) * self.scale
+        keys = jnp.einsum("btc,hmc->bhtm", latent, up_key)
+        values = jnp.einsum("btc,hwc->bhtw", latent, up_value)
+        # One product over both halves of a head: a [B, H, T, T] array less in each direction.
+        queries = jnp.concatenate([q_nope, q_rope], axis=-1) * self.scale
+        shared = jnp.broadcast_to(key_rope[:, None], (*keys.shape[:3], key_rope.shape[-1]))
+        keys = jnp.concatenate([keys, shared], axis=-1)
+        scores = jnp.einsum("bthm,bhsm->bhts", queries, keys)
         probs = _masked_softmax(scores, mask[:, None])
-        out = jnp.einsum("bhts,bshw->bthw", probs, values)
+        out = jnp.einsum("bhts,bhsw->bthw", probs, values)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
     def cached(

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with YaRN and DeepSeek's magnitude factors.
+"""Rotary position embeddings, with YaRN (DeepSeek's magnitude factors) and Llama 3's scaling.
 
 The inverse frequencies are constants of the configuration (numpy, float64 until applied); tables
 for the rows of a pass are made inside jit from their positions.
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dejax.config import RopeConfig, YarnConfig
+from dejax.config import Llama3Config, RopeConfig, YarnConfig
 
 
 def magnitude(factor: float, scale: float) -> float:
@@ -31,15 +31,32 @@ def _yarn_inverse_frequencies(config: RopeConfig, yarn: YarnConfig) -> np.ndarra
     low, high = max(low, 0), min(high, config.dim - 1)
     high = high + 0.001 if low == high else high  # the reference's guard against a division by zero
     ramp = np.clip((np.arange(config.dim // 2) - low) / (high - low), 0, 1)
-    plain = config.theta ** (-np.arange(0, config.dim, 2) / config.dim)
+    plain = _plain_inverse_frequencies(config)
     return plain / yarn.factor * ramp + plain * (1 - ramp)
+
+
+def _plain_inverse_frequencies(config: RopeConfig) -> np.ndarray:
+    return config.theta ** (-np.arange(0, config.dim, 2) / config.dim)
+
+
+def _llama3_inverse_frequencies(config: RopeConfig, llama3: Llama3Config) -> np.ndarray:
+    """Wavelengths beyond the original context divided, short ones kept, a ramp between."""
+    plain = _plain_inverse_frequencies(config)
+    turns = llama3.original_context * plain / (2 * math.pi)
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return plain / llama3.factor * (1 - kept) + plain * kept
 
 
 def inverse_frequencies(config: RopeConfig) -> np.ndarray:
     """Angle per position for each rotated pair: float64 [dim / 2]."""
     if config.yarn is not None:
         return _yarn_inverse_frequencies(config, config.yarn)
-    return config.theta ** (-np.arange(0, config.dim, 2) / config.dim)
+    if config.llama3 is not None:
+        return _llama3_inverse_frequencies(config, config.llama3)
+    if config.divisors is not None:
+        return _plain_inverse_frequencies(config) / np.array(config.divisors)
+    return _plain_inverse_frequencies(config)
 
 
 def table_scale(config: RopeConfig) -> float:
@@ -64,10 +81,14 @@ def softmax_scale_factor(config: RopeConfig) -> float:
 def rotate(
     x: Float[Array, "*rows dim"], positions: Int[Array, "*positions"], config: RopeConfig
 ) -> Float[Array, "*rows dim"]:
-    """Rotates the last dimension of `x`; `positions` has its leading shape (1 where broadcast).
+    """Rotates the first `config.dim` entries of the last dimension of `x`, the rest is kept.
 
-    Angles are taken in the compute dtype of `x`, at least float32.
+    `positions` has the leading shape of `x` (1 where broadcast). Angles are taken in the compute
+    dtype of `x`, at least float32.
     """
+    if x.shape[-1] > config.dim:
+        turned = rotate(x[..., : config.dim], positions, config)
+        return jnp.concatenate([turned, x[..., config.dim :]], axis=-1)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions[..., None].astype(dtype) * inverse_frequencies(config).astype(dtype)
     scale = jnp.asarray(table_scale(config), dtype)

@@ -19,7 +19,8 @@ class Routing:
 
     Attributes:
       ids: [*rows, K] chosen experts; gates: [*rows, K] their weights after the family's full rule;
-      scores: [*rows, E] the router's law over all experts (softmax), for losses and statistics.
+      scores: [*rows, E] the router's law over all experts (adds up to 1), for losses and
+        statistics.
     """
 
     ids: Int[Array, "*rows K"]
@@ -28,12 +29,19 @@ class Routing:
 
 
 class Router(nnx.Module):
-    """Linear router `weight` [E, D] with greedy or group-limited selection (DeepSeek-V2)."""
+    """Linear router with the selection rules of the families (`MoEConfig`).
+
+    Attributes:
+      weight: [E, D]; bias: [E] on the logits, or None; selection_bias: [E], or None.
+    """
 
     def __init__(self, config: MoEConfig, width: int, *, dtype=jnp.float32, rngs: nnx.Rngs):
         self.config = config
         init = jax.random.normal(rngs.params(), (config.num_experts, width), dtype)
         self.weight = nnx.Param(init * jnp.asarray(width**-0.5, dtype))
+        zeros = jnp.zeros(config.num_experts, dtype)
+        self.bias = nnx.Param(zeros) if config.router_bias else None
+        self.selection_bias = nnx.Param(zeros) if config.selection_bias else None
 
     def __call__(self, h: Float[Array, "*rows D"]) -> Routing:
         config = self.config
@@ -41,17 +49,46 @@ class Router(nnx.Module):
         # "highest": accelerators would else round the operands of a float32 product.
         weight = self.weight[...].astype(wide)
         logits = jnp.matmul(h.astype(wide), weight.T, precision="highest")
-        scores = jax.nn.softmax(logits, axis=-1)
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(wide)
+        sigmoid = config.scoring == "sigmoid"
+        scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         choice = scores
+        if self.selection_bias is not None:
+            choice = scores + self.selection_bias[...].astype(wide)
         if config.groups > 1:
-            choice = _keep_best_groups(scores, config.groups, config.groups_kept)
-        gates, ids = jax.lax.top_k(choice, config.top_k)
-        return Routing(ids=ids, gates=gates * config.scaling, scores=scores)
+            choice = _keep_best_groups(choice, config)
+        _, ids = jax.lax.top_k(choice, config.top_k)
+        ids, gates = self._gates(ids, scores, logits)
+        law = scores / scores.sum(axis=-1, keepdims=True) if sigmoid else scores
+        return Routing(ids=ids, gates=gates, scores=law)
+
+    def _gates(self, ids, scores, logits):
+        """Gates of the chosen experts, by descending gate."""
+        config = self.config
+        if config.scoring == "softmax_chosen":
+            gates = jax.nn.softmax(jnp.take_along_axis(logits, ids, -1), axis=-1)
+        else:
+            gates = jnp.take_along_axis(scores, ids, -1)
+        if self.selection_bias is not None:  # chosen by another number than the gate
+            order = jnp.argsort(-gates, axis=-1, stable=True)
+            ids, gates = jnp.take_along_axis(ids, order, -1), jnp.take_along_axis(gates, order, -1)
+        if config.normalised:
+            gates = gates / (gates.sum(axis=-1, keepdims=True) + 1e-20)
+        return ids, gates * config.scaling
 
 
-def _keep_best_groups(scores: Float[Array, "*rows E"], groups: int, kept: int):
-    """Zeroes the scores outside the `kept` groups with the largest maximum (arXiv 2405.04434)."""
-    grouped = scores.reshape(*scores.shape[:-1], groups, -1)
-    _, best = jax.lax.top_k(grouped.max(axis=-1), kept)
-    keep = jax.nn.one_hot(best, groups, dtype=bool).any(axis=-2)
-    return jnp.where(keep[..., None], grouped, 0).reshape(scores.shape)
+def _keep_best_groups(choice: Float[Array, "*rows E"], config: MoEConfig):
+    """Puts out of reach what lies outside the best groups.
+
+    A group's score is its largest (arXiv 2405.04434) or the sum of its two largest (arXiv
+    2412.19437).
+    """
+    grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
+    if config.group_score == "max":
+        group = grouped.max(axis=-1)
+    else:
+        group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    _, best = jax.lax.top_k(group, config.groups_kept)
+    keep = jax.nn.one_hot(best, config.groups, dtype=bool).any(axis=-2)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)

@@ -86,14 +86,21 @@ def test_many_faults_are_counted(folder):
     assert len(listed) == 13 and listed[-1].startswith("and ") and listed[-1].endswith(" more")
 
 
-@pytest.mark.parametrize("dtype", ["I64", "F8_E4M3"])
-def test_dtypes_that_are_no_weights(folder, dtype):
+@pytest.mark.parametrize(
+    "dtype, message",
+    [
+        ("I64", "dtype I64, expected BF16, F16, F32, F64"),
+        ("F8_E4M3", "FP8 [64], expected a matrix"),
+        ("U8", "bytes, expected numbers"),
+    ],
+)
+def test_dtypes_that_are_no_weights(folder, dtype, message):
     file = folder / "model.safetensors"
-    stored = {"I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}[dtype]
+    stored = {"I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}[dtype]
     tensors = load_file(file)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(stored)
     save_file(tensors, file)
-    assert problems(folder) == [f"model.norm.weight: dtype {dtype}, expected BF16, F16, F32, F64"]
+    assert problems(folder) == [f"model.norm.weight: {message}"]
 
 
 def test_empty_tensors_hold_nothing(folder):

@@ -9,72 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from dejax import families
 from dejax.ckpt.hf_weights import abstract_model, write_checkpoint
-
-COMMON = dict(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    max_position_embeddings=128,
-    first_k_dense_replace=1,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_shared_experts=2,
-    kv_lora_rank=32,
-    q_lora_rank=None,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    eos_token_id=2,
-)
-
-
-def yarn(mscale: float, mscale_all_dim: float) -> dict:
-    """YaRN settings that matter at 64 positions: extension by 4 from 32."""
-    return dict(
-        rope_type="yarn",
-        rope_theta=1e4,
-        factor=4.0,
-        original_max_position_embeddings=32,
-        beta_fast=32,
-        beta_slow=1,
-        mscale=mscale,
-        mscale_all_dim=mscale_all_dim,
-    )
-
-
-CONFIGS = {
-    "lite": dict(topk_method="greedy", rope_parameters=yarn(0.707, 0.707)),
-    "full": dict(
-        topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-        q_lora_rank=24,
-        routed_scaling_factor=16.0,
-        rope_parameters=yarn(0.707, 0.707),
-    ),
-    "two-mscales-biases-tied": dict(
-        topk_method="greedy",
-        rope_parameters=yarn(1.0, 0.5),
-        attention_bias=True,
-        mlp_bias=True,
-        q_lora_rank=24,
-        tie_word_embeddings=True,
-    ),
-    "no-yarn-all-moe": dict(
-        topk_method="greedy",
-        first_k_dense_replace=0,
-        rope_parameters=dict(rope_type="default", rope_theta=5e3),
-    ),
-}
-
-
-def raw_config(name: str = "lite", **overrides) -> dict:
-    """The content of `config.json` of a named configuration."""
-    return {"model_type": "deepseek_v2"} | COMMON | CONFIGS[name] | overrides
+from tests.families.configurations import raw_config
 
 
 def write_folder(folder: Path, raw: dict | None = None, *, dtype="float32", seed: int = 0) -> Path:
@@ -90,11 +25,12 @@ def write_folder(folder: Path, raw: dict | None = None, *, dtype="float32", seed
 
     definition, state = abstract_model(config)
     params = jax.tree_util.tree_map_with_path(fill, nnx.to_pure_dict(state))
-    shape = (config.moe.num_experts, 3, config.moe.expert_width, config.width)
-    routed = {
-        layer: rng.standard_normal(shape, np.float32) * config.width**-0.5
-        for layer in config.moe_layers
-    }
+
+    def stack():
+        shape = (config.moe.num_experts, *config.expert_shape)
+        return rng.standard_normal(shape, np.float32) * config.width**-0.5
+
+    routed = {layer: stack() for layer in config.moe_layers}
     write_checkpoint(folder, raw, nnx.merge(definition, params), routed, dtype=dtype)
     return folder
 

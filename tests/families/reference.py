@@ -1,13 +1,14 @@
 """Random small checkpoints written by `transformers`, and what it computes of them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.families.random_folder import COMMON, CONFIGS
+from tests.families.configurations import raw_config
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -16,19 +17,29 @@ EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 
 def random_model(name: str, seed: int = 0, **overrides):
     """A `transformers` model (eager, float32) of a named configuration, all weights randomised."""
-    config = DeepseekV2Config(**(COMMON | CONFIGS[name] | overrides))
+    raw = raw_config(name, **overrides)
+    family = raw.pop("model_type")
+    config = AutoConfig.for_model(family, **raw)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **EAGER).eval()
     generator = torch.Generator().manual_seed(seed)
-    for key, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in key:
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in key:
-            parameter.data = 1 + 0.2 * noise
+            tensor.data = 1 + 0.2 * noise
+        elif "correction_bias" in key:
+            tensor.data = 0.3 * noise
+        elif key.endswith("sinks"):
+            tensor.data = noise
         elif key.endswith("bias"):
-            parameter.data = 0.1 * noise
-        elif key.endswith("mlp.gate.weight"):
-            parameter.data = 0.5 * noise
+            tensor.data = 0.1 * noise
+        elif key.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            tensor.data = 0.5 * noise
         else:
-            parameter.data = 1.5 * noise * max(parameter.shape[-1], 1) ** -0.5
+            input_major = family == "gpt_oss" and ".experts." in key
+            fan_in = tensor.shape[-2 if input_major else -1]
+            tensor.data = 1.5 * noise * max(fan_in, 1) ** -0.5
     return model
 
 
@@ -38,24 +49,16 @@ def save(model, folder: Path, **kwargs) -> Path:
     return folder
 
 
-def load(folder: Path):
-    """A saved model through the reference's own loader, in float32; nothing may be missing."""
+def load(folder: Path, dtype=torch.float32):
+    """A saved model through the reference's own loader; nothing may be missing.
+
+    In bfloat16 it keeps what its class wants in float32: selection biases, and some routers.
+    """
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **EAGER
+        folder, dtype=dtype, output_loading_info=True, **EAGER
     )
     assert not any(info.values()), info
     return model.eval()
-
-
-def in_bfloat16(model):
-    """A copy of the model rounded to bfloat16; the router stays float32, as the class keeps it."""
-    rounded = type(model)(model.config)
-    rounded.load_state_dict(model.state_dict())
-    rounded = rounded.to(torch.bfloat16)
-    for layer, exact in zip(rounded.model.layers, model.model.layers, strict=True):
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.weight.data = exact.mlp.gate.weight.data.clone()
-    return rounded
 
 
 def logits(model, tokens: np.ndarray) -> np.ndarray:
@@ -67,15 +70,35 @@ def run(model, tokens: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Logits [B, T, V], and the experts [B, T, K] of each MoE layer in ascending order."""
     ids: dict[int, np.ndarray] = {}
     hooks = []
-    for index, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "gate"):
+    for index, gate in gates(model):
 
-            def keep(module, inputs, output, index=index):
-                ids[index] = np.sort(output[-1].numpy(), -1).reshape(*tokens.shape, -1)
+        def keep(module, inputs, output, index=index):
+            ids[index] = np.sort(output[-1].numpy(), -1).reshape(*tokens.shape, -1)
 
-            hooks.append(layer.mlp.gate.register_forward_hook(keep))
+        hooks.append(gate.register_forward_hook(keep))
     with torch.no_grad():
         out = model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     for hook in hooks:
         hook.remove()
     return out, ids
+
+
+def gates(model) -> Iterator[tuple[int, torch.nn.Module]]:
+    """(layer, router) of every MoE layer."""
+    for index, layer in enumerate(model.model.layers):
+        gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if gate is not None:
+            yield index, gate
+
+
+def set_gates(model, rule: Callable) -> None:
+    """Replaces the routing rule: (gate module, logits) -> weights, ids."""
+
+    def forward(self, hidden):
+        logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
+        bias = getattr(self, "bias", None)
+        logits = logits if bias is None else logits + bias
+        return logits, *rule(self, logits)
+
+    for _, gate in gates(model):
+        gate.forward = forward.__get__(gate)

@@ -1,148 +1,23 @@
-"""deepseek_v2 against `transformers` (eager, float32): logits, experts, cache, disk forms."""
+"""deepseek_v2 beyond what all families are tested for: its mistakes, and any configuration.
+
+What is equal to `transformers` here, and how, is in `test_parity` and `test_disk`.
+"""
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
 
-from dejax.ckpt.hf_weights import checkpoint_tensors
 from dejax.target import load_target
 from tests.families import reference
-from tests.families.cached_rows import CachedRows
-from tests.families.random_folder import CONFIGS, yarn
-
-TOLERANCE = 2e-4
-TOKENS = np.random.default_rng(0).integers(0, 256, (2, 64))
-PROMPT, SLOTS = 40, 104
-
-
-def assert_same(ours, expected):
-    assert np.abs(np.asarray(ours) - expected).max() <= TOLERANCE
-    np.testing.assert_array_equal(np.asarray(ours).argmax(-1), expected.argmax(-1))
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    """By name: their model, its folder, our target, and both logits of TOKENS."""
-
-    @functools.cache
-    def make(name):
-        model = reference.random_model(name)
-        folder = reference.save(model, tmp_path_factory.mktemp(name))
-        logits, ids = reference.run(model, TOKENS)
-        target = load_target(folder)
-        ours = np.asarray(target(TOKENS))
-        return SimpleNamespace(
-            model=model, folder=folder, target=target, ours=ours, logits=logits, ids=ids
-        )
-
-    return make
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_whole_sequences(case, name):
-    assert_same(case(name).ours, case(name).logits)
-
-
-@pytest.fixture(scope="module")
-def prefilled(case):
-    """By name: rows of our target with a cache of the first PROMPT tokens of either sequence."""
-
-    def make(name, row):
-        rows = CachedRows(case(name).target, SLOTS, rows=PROMPT)
-        return rows, rows(TOKENS[row, :PROMPT].tolist(), 0)
-
-    return make
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_then_token_by_token(case, prefilled, name):
-    """Rows over the cache give the logits and the experts of the whole sequence."""
-    rows, logits = prefilled(name, 0)
-    later = [rows([token], PROMPT + i) for i, token in enumerate(TOKENS[0, PROMPT:].tolist())]
-    assert_same(np.concatenate([logits, *later]), case(name).logits[0])
-    for layer, expected in case(name).ids.items():
-        np.testing.assert_array_equal(np.concatenate(rows.ids[layer]), expected[0])
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_tree_of_rows_is_its_chains(case, prefilled, name):
-    """Each node of a tree gets the logits and experts that it has as the end of its own chain."""
-    parents = [-1, 0, 0, 1, 1, 2, 5, -1]
-    nodes = np.random.default_rng(1).integers(0, 256, len(parents)).tolist()
-    chains: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        chains.append([*(chains[parent] if parent >= 0 else []), node])
-    ancestors = np.array([[node in chain for node in range(len(parents))] for chain in chains])
-    rows, _ = prefilled(name, 1)
-    ours = rows(nodes, PROMPT, ancestors)
-    for node, chain in enumerate(chains):
-        sequence = [*TOKENS[1, :PROMPT], *(nodes[i] for i in chain)]
-        logits, ids = reference.run(case(name).model, np.array([sequence]))
-        assert_same(ours[node], logits[0, -1])
-        for layer, expected in ids.items():
-            np.testing.assert_array_equal(rows.ids[layer][-1][node], expected[0, -1])
-
-
-def arrays(target):
-    """Every weight of a target, in one order."""
-    return jax.tree.leaves((nnx.split(target.model)[1], target.routed))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_disk_forms(case, tmp_path, dtype, sharded, fused):
-    """Both layouts of the experts, one file or many, float32 or bfloat16: the same bits."""
-    this = case("full")
-    model = this.model if dtype == "float32" else reference.in_bfloat16(this.model)
-    form = dict(max_shard_size="60KB") if sharded else {}
-    folder = reference.save(model, tmp_path / "m", save_original_format=not fused, **form)
-    assert len(list(folder.glob("*.safetensors"))) > 5 * sharded
-    ours = load_target(folder)(TOKENS)
-    if dtype == "float32":
-        np.testing.assert_array_equal(ours, this.ours)
-    else:
-        assert_same(ours, reference.logits(reference.load(folder), TOKENS))
-        # Rounding while reading is the same as having been rounded when written.
-        rounded = (arrays(load_target(path, "bfloat16")) for path in (this.folder, folder))
-        for one, other in zip(*rounded, strict=True):
-            np.testing.assert_array_equal(one, other, strict=True)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_go_back_byte_for_byte(case, tmp_path, name, dtype):
-    this = case(name)
-    model = this.model if dtype == "float32" else reference.in_bfloat16(this.model)
-    folder = reference.save(model, tmp_path / "m")
-    target = load_target(folder, dtype)
-    tensors = checkpoint_tensors(target.config, target.model, target.routed)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(tensors)
-        for key, tensor in tensors.items():
-            stored = file.get_tensor(key)
-            assert str(stored.dtype) == f"torch.{tensor.dtype.name}", key
-            assert tensor.tobytes() == stored.view(torch.uint8).numpy().tobytes(), key
-
-
-def test_float64(case):
-    this = case("no-yarn-all-moe")
-    with jax.enable_x64(True):
-        logits = load_target(this.folder, "float64")(TOKENS)
-    assert logits.dtype == np.float64
-    # The reference routes in float32 always, so that its own float64 is no better than this.
-    assert_same(logits, this.logits)
-
+from tests.families.configurations import yarn
+from tests.families.parity import TOKENS, TOLERANCE, assert_same
+from tests.families.reference import set_gates
 
 # Mistakes that other implementations made, with the thread where it was found. Each is made in the
 # reference, which must then be far from us: parity above would catch us making it.
@@ -156,18 +31,6 @@ def half_split(x):
 def set_scaling(model, scaling):
     for layer in model.model.layers:
         layer.self_attn.scaling = scaling
-
-
-def set_gates(model, rule):
-    """Replaces the routing rule: scores after softmax, and the gate module -> weights, ids."""
-
-    def forward(self, hidden):
-        logits = hidden.view(-1, self.hidden_dim) @ self.weight.T
-        return logits, *rule(self, logits)
-
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.forward = forward.__get__(layer.mlp.gate)
 
 
 def top_k_of_groups(gate, logits, group_score):
@@ -234,6 +97,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_known_mistake_would_be_seen(case, mistake):
     name, make = MISTAKES[mistake]
+    assert_same(case(name).ours, case(name).logits)
     model = reference.random_model(name)
     make(model)
     assert np.abs(case(name).ours - reference.logits(model, TOKENS)).max() > 100 * TOLERANCE

@@ -29,7 +29,7 @@ _ATTENTION = MLAConfig(
     rope=RopeConfig(dim=4, theta=1e4, interleaved=True),
 )
 _MOE = MoEConfig(
-    num_experts=8, top_k=3, expert_width=16, shared_width=16, first_dense=1, scaling=2.0
+    num_experts=8, top_k=3, expert_width=16, shared_width=16, dense_layers=(0,), scaling=2.0
 )
 _SHARED = ModelConfig(
     family="deepseek_v2",
@@ -41,7 +41,7 @@ _SHARED = ModelConfig(
     norm_eps=1e-6,
     tied=False,
     attention=_ATTENTION,
-    moe=_MOE,
+    experts=_MOE,
     eos_ids=(5, 9),
 )
 _YARN = YarnConfig(factor=4.0, original_context=80, mscale=0.707, mscale_all_dim=0.707)
@@ -55,7 +55,7 @@ SHAPES = {
         num_layers=2,
         tied=True,
         attention=dataclasses.replace(_ATTENTION, query_rank=12, bias=True),
-        moe=dataclasses.replace(_MOE, top_k=2, shared_width=0, first_dense=0),
+        experts=dataclasses.replace(_MOE, top_k=2, shared_width=0, dense_layers=()),
         mlp_bias=True,
         eos_ids=(7,),
     ),
@@ -66,8 +66,8 @@ SHAPES = {
         attention=dataclasses.replace(
             _ATTENTION, rope=RopeConfig(dim=4, theta=1e4, interleaved=False, yarn=_YARN)
         ),
-        moe=dataclasses.replace(
-            _MOE, num_experts=12, groups=4, groups_kept=2, first_dense=2, scaling=3.0
+        experts=dataclasses.replace(
+            _MOE, num_experts=12, groups=4, groups_kept=2, dense_layers=(0, 1), scaling=3.0
         ),
         eos_ids=(),
     ),

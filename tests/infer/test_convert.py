@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -83,7 +82,7 @@ def test_precision_of_the_experts(tmp_path, out, stored, asked, written):
     folder = write_folder(tmp_path / "m", dtype=stored)
     assert convert(folder, out, experts=asked).dtype == written
     target, before = load_target(out), load_target(folder)
-    assert target.store is not None and target.store.dtype.name == written
+    assert target.store is not None and target.store.encoding == written
     rounded = np.asarray(before.layer_experts(2)).astype(written)
     np.testing.assert_array_equal(target.layer_experts(2), rounded)
     if np.dtype(written).itemsize >= np.dtype(stored).itemsize:  # nothing was lost
@@ -238,7 +237,7 @@ def test_a_full_disk_is_told_before_it_begins(folder, out, capsys, monkeypatch):
     usage = shutil.disk_usage(folder)._replace(free=800_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     error = complaint(capsys, folder, "--out", out, status=1)
-    assert "are to be written, but only 781.2KiB are free" in error and not out.exists()
+    assert "are to be written, but only 781 KiB are free" in error and not out.exists()
 
 
 def test_what_is_written_already_needs_no_room(folder, out, monkeypatch):
@@ -324,7 +323,7 @@ def test_a_converted_folder_of_mixed_parts_is_refused(folder, out, tmp_path):
 def test_output(folder, out, capsys):
     assert main(["convert", str(folder), "--out", str(out)]) == 0
     stdout, stderr = capsys.readouterr()
-    assert f"{out}: converted and checked" in stdout and "16 as float32, 384KiB" in stdout
+    assert f"{out}: converted and checked" in stdout and "16 as float32, 384 KiB" in stdout
     for line in ("experts: 0/0 MB", "other weights: 1/1 MB", "check: 0/0 MB"):
         assert line in stderr
     assert main(["convert", str(folder), "--out", str(out), "--json", "-"]) == 0
@@ -338,5 +337,5 @@ def test_a_store_is_a_store(folder, out):
     convert(folder, out, experts="bf16")
     store = ExpertStore.open(out / "experts")
     assert store.layers == (1, 2) and store.shape == (3, 32, 64)
-    assert store.dtype == np.dtype(ml_dtypes.bfloat16)
+    assert store.encoding == "bfloat16"
     store.verify_all()

@@ -275,7 +275,7 @@ def test_after_warm_up_nothing_compiles(monkeypatch, sizes, draft_length, width)
     monkeypatch.setattr(engine_module, "EXPERT_BUCKETS", sizes)
     moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=4, top_k=2)
     config = dataclasses.replace(
-        SHAPES["shared"], num_layers=2, width=width, vocab_size=48, context=300, moe=moe
+        SHAPES["shared"], num_layers=2, width=width, vocab_size=48, context=300, experts=moe
     )
     target = random_target(config)
     lengths = (1, 9, 129, 200)

@@ -1,5 +1,7 @@
 """`dejax export`: adapters checked, rewritten, and refused in one line."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,11 @@ def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
         for layer in target.config.moe_layers:
             for name, value in draft.layer_params(layer).items():
                 np.testing.assert_array_equal(again.layer_params(layer)[name], value)
+    assert main([*argv, str(tmp_path / "fresh"), "--json", str(tmp_path / "done.json")]) == 0
+    done = json.loads((tmp_path / "done.json").read_text())
+    assert done["out"] == str(tmp_path / "fresh") and done["target"] == target.identity
+    assert done["tensors"] == 4 * done["layers"] == len(draft.experts) * 4
+    assert done["bytes"] > 4 * done["layers"] * 3 * done["width"]
     shown = capsys.readouterr().out
     assert "layers  width  tensors  size" in shown.replace("   ", "  ")
     assert str(2 * 4) in shown
@@ -34,8 +41,11 @@ def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--draft", "init", "--format", "gguf"], "--format gguf is not available in this version"),
-        (["--draft", "init", "--format", "torch"], "--format torch is not available"),
+        (
+            ["--draft", "init", "--format", "gguf"],
+            "--format: gguf is not available in this version",
+        ),
+        (["--draft", "init", "--format", "torch"], "--format: torch is not available"),
         (["--draft", "init", "--format", "safetensor"], "did you mean 'safetensors'"),
         ([], "--draft is missing"),
         (["--draft", "nowhere"], "nowhere does not exist"),

@@ -13,7 +13,8 @@ from dejax.spec.control import ControlConfig
 from dejax.target import load_target
 from infer import generate as generate_module
 from infer.decode import Mode
-from infer.generate import encode_prompt, generate
+from infer.generate import generate
+from infer.prompts import encode_prompt
 from infer.trace import read_trace
 from tests.infer.random_target import draft_of
 from tests.train.small_model import VOCAB, write_model
@@ -180,8 +181,8 @@ def test_options_that_do_not_fit(target, options, message):
 
 def test_a_target_without_experts_is_refused(target):
     config = target.config
-    moe = dataclasses.replace(config.moe, first_dense=config.num_layers)
-    dense = dataclasses.replace(target, config=dataclasses.replace(config, moe=moe), routed={})
+    moe = dataclasses.replace(config.moe, dense_layers=tuple(range(config.num_layers)))
+    dense = dataclasses.replace(target, config=dataclasses.replace(config, experts=moe), routed={})
     with pytest.raises(UsageError, match="has no MoE layers"):
         generate(dense, ["the draft"])
 
@@ -235,7 +236,8 @@ def complaint(argv, capsys):
     """What a wrong call prints: one line, on standard error, with exit status 2."""
     assert cli.main(argv) == 2
     printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
+    *before, line = printed.err.splitlines()
+    assert before in ([], [f"loading {argv[1]}"])
     assert printed.out == "" and line.startswith("dejax: error: ")
     return line
 
@@ -255,8 +257,11 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--temperature", "-1"], "--temperature: '-1' is out of range"),
         ([*PROMPT, "--temperature", "nan"], "--temperature: 'nan' is not a number"),
         ([*PROMPT, "--top-k", "-1"], "--top-k: '-1' is out of range"),
-        ([*PROMPT, "--top-p", "1.5"], "top_p must be a number above 0 and at most 1"),
-        ([*PROMPT, "--seed", "4294967296"], "seed must be an integer from 0 to 4294967295"),
+        ([*PROMPT, "--top-p", "1.5"], "--top-p: '1.5' is out of range; expected a number above 0"),
+        (
+            [*PROMPT, "--seed", "4294967296"],
+            "--seed: '4294967296' is out of range; expected 0 to 4294967295",
+        ),
         ([*PROMPT, "--tau", "-0.1"], "--tau: '-0.1' is out of range"),
         ([*PROMPT, "--link", "sim:0"], "link 'sim:0': expected real"),
         ([*PROMPT, "--link", "fast"], "link 'fast': expected real"),
@@ -265,16 +270,16 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--draft-length", "0"], "--draft-length: '0' is out of range"),
         ([*PROMPT, "--draft-length", "33"], "draft_length"),
         ([*PROMPT, "--mode", "top-r", "--r", "4"], "r is 4; the target routes to 3 experts"),
-        ([*PROMPT, "--dtype", "int8"], "dtype 'int8' is unknown"),
+        ([*PROMPT, "--dtype", "int8"], "--dtype: 'int8' is not one of float32, bfloat16"),
         ([*PROMPT, "--no-such-flag"], "unknown option --no-such-flag"),
         ([*PROMPT, "--draft", "init"], "--draft is for --mode draft-expert, not ar"),
         ([*PROMPT, "--mode", "draft-expert"], "--mode draft-expert needs --draft"),
-        ([*PROMPT, "--prompts", "f"], "give either --prompt TEXT or --prompts FILE"),
+        ([*PROMPT, "--prompts", "/dev/null"], "give either --prompt TEXT or --prompts FILE"),
         ([], "give either --prompt TEXT or --prompts FILE"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--prompt", "the " * 200], "leaves no room for a new one"),
         (["--prompt", "", "--no-chat"], "prompt 0 has no tokens"),
-        ([*PROMPT, "--host-cache", "1KiB"], "exceed the host cache (1024 bytes); run: dejax conv"),
+        ([*PROMPT, "--host-cache", "1KiB"], "exceed the host cache (1 KiB); run: dejax conv"),
         (
             [*PROMPT, "--mode", "draft-expert", "--draft", "nowhere"],
             "nowhere does not exist; expected an adapter folder",
@@ -321,3 +326,27 @@ def test_an_adapter_of_another_target_is_one_line(folder, target, tmp_path, caps
     argv = ["generate", str(folder), *PROMPT, "--mode", "draft-expert", "--draft", str(adapter)]
     line = complaint(argv, capsys)
     assert "another" in line and target.identity in line
+
+
+def test_weights_held_in_float16_are_stored_as_what_holds_them(folder):
+    target = load_target(folder, dtype="float16")
+    wide = load_target(folder)
+    (result,) = generate(target, ["the draft path"], max_new_tokens=3)
+    assert len(result.tokens) == 3 and target.routed[1].dtype == "float16" != wide.routed[1].dtype
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mode", "top-r", "--r", "9"], "r is 9; the target routes to"),
+        (["--draft-length", "33"], "draft_length 33 exceeds 32"),
+        (["--host-cache", "1KiB"], "exceed the host cache (1 KiB)"),
+        (["--dtype", "float64"], "dtype float64 needs JAX's 64-bit mode"),
+        (["--trace", "-"], "--trace: expected a file"),
+    ],
+)
+def test_options_are_held_against_the_target_before_it_is_loaded(
+    folder, capsys, monkeypatch, argv, message
+):
+    monkeypatch.setattr("infer.generate.load_target", None)
+    assert message in complaint(["generate", str(folder), *PROMPT, *argv], capsys)

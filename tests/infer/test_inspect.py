@@ -160,7 +160,7 @@ def test_a_converted_folder(tmp_path):
 def test_a_model_without_moe_layers(tmp_path, capsys):
     folder = config_folder(tmp_path / "m", raw_config(first_k_dense_replace=3))
     assert main(["inspect", str(folder)]) == 0
-    assert "all 0" in capsys.readouterr().out
+    assert "none to hold: it fits" in capsys.readouterr().out
 
 
 def test_json(tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_a_fault_is_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error == (
         f"dejax: error: {folder}/config.json: hidden_act is 'gelu'; "
-        "expected 'silu' (the experts are SwiGLU)\n"
+        "expected 'silu' (feed-forward layers are SwiGLU)\n"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dejax.config import MLAConfig, RopeConfig, YarnConfig
-from dejax.nn.mla import MLA, init_cache
+from dejax.nn.mla import MLA, init_latent_cache
 from tests.nn.filled import filled
 
 YARN = YarnConfig(factor=4.0, original_context=8, mscale=1.0, mscale_all_dim=0.5)
@@ -48,7 +48,7 @@ def cached(layer, x, cache, start):
 
 
 def test_rows_over_a_cache_are_the_whole_sequence(layer, x):
-    cache = init_cache(CONFIG, SLOTS, jnp.float32)
+    cache = init_latent_cache(CONFIG, SLOTS, jnp.float32)
     first, cache = cached(layer, x[:5], cache, 0)
     second, cache = cached(layer, x[5:], cache, 5)
     ours = jnp.concatenate([first, second])
@@ -56,7 +56,7 @@ def test_rows_over_a_cache_are_the_whole_sequence(layer, x):
 
 
 def test_a_cache_holds_latents_and_one_rotated_key(layer, x):
-    cache = init_cache(CONFIG, SLOTS, jnp.float32)
+    cache = init_latent_cache(CONFIG, SLOTS, jnp.float32)
     assert cache.latent.shape == (SLOTS, 10) and cache.rope_key.shape == (SLOTS, 4)
     _, cache = cached(layer, x, cache, 0)
     latent = np.asarray(cache.latent[:LENGTH]) / np.asarray(layer.kv_a_layernorm.weight[...])
@@ -66,7 +66,7 @@ def test_a_cache_holds_latents_and_one_rotated_key(layer, x):
 
 def test_what_a_row_may_not_see_changes_nothing(layer, x):
     """Bit for bit: the slots beyond the mask may hold anything finite."""
-    clean = init_cache(CONFIG, SLOTS, jnp.float32)
+    clean = init_latent_cache(CONFIG, SLOTS, jnp.float32)
     dirty = jax.tree.map(lambda a: a.at[6:].set(1e30), clean)
     for start, rows in ((0, x[:5]), (5, x[5:6])):
         one, clean = cached(layer, rows, clean, start)
@@ -90,7 +90,7 @@ def test_inner_norms_have_their_own_eps(layer):
 
 
 def test_a_short_cache_is_widened_for_the_products(layer, x):
-    cache = init_cache(CONFIG, SLOTS, jnp.bfloat16)
+    cache = init_latent_cache(CONFIG, SLOTS, jnp.bfloat16)
     y, cache = cached(layer, x, cache, 0)
     assert y.dtype == jnp.float32 and cache.latent.dtype == jnp.bfloat16
     np.testing.assert_allclose(y, whole(layer, x), atol=0.2)

@@ -11,7 +11,7 @@ from dejax.config import MoEConfig
 from dejax.nn.router import Router
 from tests.nn.filled import apply, filled
 
-GREEDY = MoEConfig(num_experts=8, top_k=3, expert_width=4, shared_width=0, first_dense=0)
+GREEDY = MoEConfig(num_experts=8, top_k=3, expert_width=4, shared_width=0)
 GROUPED = dataclasses.replace(GREEDY, groups=4, groups_kept=2)
 
 

@@ -158,3 +158,18 @@ def test_to_json_is_plain(path):
     assert json.loads(json.dumps(plain)) == plain
     assert plain["optimizer"] == {"rate": 1e-3, "betas": [0.9, 0.95], "clip": None}
     assert (plain["out"], plain["layers"]) == ("runs", [1, 2])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("optimizer.learning_rate=nan", "optimizer.b1=1", "optimizer.b2=-1", "loop.steps=-1"),
+        *("optimizer.final_fraction=-1", "optimizer.weight_decay=-1", "optimizer.clip_norm=0"),
+        *("losses.token=inf", "losses.temperature=1e309", "seed=-1", "seed=4294967296"),
+        *("cpu_devices=0", "cpu_devices=100000", "batch_size=2147483647", "loop.steps=1e3"),
+    ],
+)
+def test_extremes_of_a_run_are_refused_with_their_name(setting):
+    with pytest.raises(UsageError) as raised:
+        load_config("distill_tiny", [setting])
+    assert setting.split("=")[0] in str(raised.value)

@@ -115,11 +115,11 @@ def test_stopped_and_resumed_equals_straight(straight, target, batch_at, tmp_pat
 def test_another_run_is_not_continued(straight, target, batch_at):
     workdir = straight[0]
     run = partial(distill, batch_at=batch_at, config=CONFIG, workdir=workdir)
-    with pytest.raises(UsageError, match="belong to target random-0, not to random-1"):
+    with pytest.raises(UsageError, match="another run .target was random-0, now random-1.; choose"):
         run(replace(target, identity="random-1"))
-    with pytest.raises(UsageError, match="another run .seed was 0.; choose another folder"):
+    with pytest.raises(UsageError, match="another run .seed was 0, now 1.; choose another folder"):
         run(target, config=replace(CONFIG, seed=1))
-    with pytest.raises(UsageError, match="draft was {'width': 8, 'top_r': 1}"):
+    with pytest.raises(UsageError, match="draft.width was 8, now 9"):
         run(target, config=replace(CONFIG, draft=DraftConfig(width=9)))
     with pytest.raises(UsageError, match="has checkpoints; resume, or choose another folder"):
         run(target, resume=False)

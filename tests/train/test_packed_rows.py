@@ -61,7 +61,7 @@ def test_what_is_no_document_is_told_with_its_line(tmp_path, content, message):
 
 
 def test_missing_and_damaged_files(tmp_path):
-    with pytest.raises(UsageError, match="nowhere.jsonl: cannot be read"):
+    with pytest.raises(UsageError, match="nowhere.jsonl does not exist; expected documents"):
         read_documents(tmp_path / "nowhere.jsonl")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}')[:-4])
     with pytest.raises(UsageError, match="cannot be read"):

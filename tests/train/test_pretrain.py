@@ -84,7 +84,8 @@ def one_device(monkeypatch):
 def pretrain(monkeypatch, data: Path, out: Path, run_config: PretrainConfig) -> list[dict]:
     """Runs the program with `run_config` and returns its metrics."""
     monkeypatch.setattr("train.pretrain.load_config", lambda name, overrides: run_config)
-    assert main(["x", "--data", str(data), "--out", str(out)]) == 0
+    argv = ["x", "--data", str(data), "--out", str(out), "--json", str(out / "result.json")]
+    assert main(argv) == 0
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -94,6 +95,9 @@ def test_it_learns_and_writes_a_target(monkeypatch, data, tmp_path, one_device):
     assert [row["step"] for row in log] == list(range(1, 13))
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
     assert 0 < log[-1]["bpb_t0"] < 20
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["log"] == log and result["config"]["loop"]["steps"] == 12
+    assert result["model"] == str(tmp_path / "run" / "model") and result["seconds"] > 0
     target = load_target(tmp_path / "run" / "model")
     assert target.config.moe.num_experts == 8 and target.tokenizer is not None
     logits = target(jnp.ones((1, 5), jnp.int32))

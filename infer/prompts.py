@@ -1,0 +1,127 @@
+"""Prompts: read from JSON lines, checked, and turned into token ids."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejax.errors import UsageError
+from dejax.paths import read_file
+from dejax.target import Target
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a JSON lines file: objects with `id`, `prompt` and whatever else they carry.
+
+    A missing `id` becomes the line's number; blank lines are skipped.
+
+    Raises:
+        UsageError: with file and line, for what is no UTF-8, no JSON object, or has no `prompt`.
+    """
+    data = read_file(path, 'JSON lines such as {"prompt": "Hello"}')
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); expected JSON lines") from error
+    # JSON may hold the other separators of `splitlines` unescaped.
+    lines = enumerate(text.split("\n"), start=1)
+    prompts = [_prompt(line, f"{path}: line {n}", n) for n, line in lines if line.strip()]
+    if not prompts:
+        raise UsageError(f'{path}: no prompts; expected JSON lines such as {{"prompt": "Hello"}}')
+    return prompts
+
+
+def _prompt(line: str, where: str, line_number: int) -> dict[str, Any]:
+    def no_number(word: str) -> Any:
+        raise ValueError(f"{word} is not a JSON number")
+
+    try:
+        record = json.loads(line, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict) or "prompt" not in record:
+        raise UsageError(f'{where}: no prompt; expected an object such as {{"prompt": "Hello"}}')
+    if not isinstance(record["prompt"], str):
+        raise UsageError(f"{where}: prompt is {record['prompt']!r}; expected a string")
+    if not is_text(record["prompt"]):
+        raise UsageError(f"{where}: prompt holds half a surrogate pair, which is no text")
+    return {"id": line_number} | record
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be encoded: bytes that are not UTF-8 arrive as half surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int]:
+    """Token ids of a prompt; with `chat`, as the user's turn of the tokenizer's chat template.
+
+    Raises:
+      UsageError: the target has no tokenizer.
+    """
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer; give prompts as token ids")
+    if chat and target.tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        text = target.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return target.tokenizer.encode(text, add_special_tokens=False)
+    return target.tokenizer.encode(prompt)
+
+
+def encode_prompts(
+    target: Target, prompts: Sequence[Any], *, chat: bool
+) -> list[tuple[dict[str, Any], list[int]]]:
+    """(record, token ids) of prompts given as text, as token ids, or as records with `prompt`.
+
+    Raises:
+      UsageError: a prompt is none of these, is empty, fills the context, has tokens outside of the
+        vocabulary, or has the id of another one.
+    """
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one text; expected a list of prompts")
+    encoded = [_encode(target, index, prompt, chat) for index, prompt in enumerate(prompts)]
+    seen: set[str] = set()
+    for record, ids in encoded:
+        if str(record["id"]) in seen:
+            raise UsageError(f"two prompts have the id {record['id']!r}; expected each id once")
+        seen.add(str(record["id"]))
+        _check_tokens(target, record["id"], ids)
+    return encoded
+
+
+def _encode(
+    target: Target, index: int, prompt: Any, chat: bool
+) -> tuple[dict[str, Any], list[int]]:
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if not isinstance(prompt, dict):
+        return {"id": index, "prompt": ""}, [int(token) for token in prompt]
+    record: dict[str, Any] = {"id": index} | prompt
+    text = record.get("prompt")
+    if not isinstance(text, str):
+        raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
+    if not is_text(text):
+        raise UsageError(f"prompt {record['id']} is not UTF-8 text")
+    return record, encode_prompt(target, text, chat=chat)
+
+
+def _check_tokens(target: Target, name: Any, ids: list[int]) -> None:
+    config = target.config
+    if not ids:
+        raise UsageError(f"prompt {name} has no tokens; expected at least one")
+    if len(ids) >= config.context:
+        raise UsageError(
+            f"prompt {name} has {len(ids)} tokens; the context of {config.context} "
+            "leaves no room for a new one"
+        )
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise UsageError(
+            f"prompt {name} has token {outside[0]}; the vocabulary has {config.vocab_size} tokens"
+        )
