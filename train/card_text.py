@@ -97,7 +97,7 @@ def _head(numbers: Numbers, numbers_file: str) -> str:
     about = _prose(
         f"A `{model['config']['family']}` mixture of experts of "
         f"{_millions(model['parameters'])} parameters, trained from scratch on "
-        f"{_millions(run['tokens'])} tokens. It is small enough to come with dejax, so that "
+        f"{_millions(_all_tokens(run))} tokens. It is small enough to come with dejax, so that "
         "demo, tests and documentation run offline on real text and real routing. It is a test "
         "object, not an assistant.",
     )
@@ -170,6 +170,7 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
             ("time in steps", f"{run['seconds'] / 3600:.2f} h (evaluations left out)"),
             ("tokens a second", f"{run['tokens_per_second']:.0f}"),
         ]
+    rows += _first_rows(run)
     assignments = routing["tokens"] * len(routing["layers"]) * routing["top_k"]
     dropped = _prose(
         "Routing is dropless, in training too. Counted with the grouped product on the held-out "
@@ -177,8 +178,8 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
         "out."
     )
     figure = _prose(
-        "Bits a byte during training are those of each kind's first held-out rows, in the table "
-        "below those of all."
+        "Bits a byte during training are those of some held-out rows of each kind, evenly spread, "
+        "in the table below those of all."
     )
     command = f"dejax pretrain configs/{name}.py --data DIR --out DIR"
     text = f"## How it was made\n\n```bash\n{command}\n```\n\n"
@@ -195,6 +196,25 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
         text += _prose("The command alone does not repeat this run.", *changes) + "\n\n"
     text += _table(("what", "value"), rows)
     return f"{text}\n\n{dropped}\n\n![Loss against tokens]({curve})\n\n{figure}"
+
+
+def _all_tokens(run: Numbers) -> int:
+    """Those of the run, and of the one that gave its first weights."""
+    return run["tokens"] + (run["first"]["tokens"] if run["first"] else 0)
+
+
+def _first_rows(run: Numbers) -> list[tuple[str, str]]:
+    first = run["first"]
+    if first is None:
+        return []
+    made = f"{first['step']} steps, {_count(first['tokens'])} tokens"
+    hours = (first["seconds"] or 0) / 3600
+    weights = f"those of {first['name']} `{first['identity']}`: {made}, {hours:.2f} h, spread "
+    both = hours + (run["seconds"] or 0) / 3600
+    return [
+        ("first weights", f"{weights}{first['spread_weight']:g}"),
+        ("both together", f"{_count(_all_tokens(run))} tokens, {both:.2f} h in steps"),
+    ]
 
 
 def _data(data: Numbers) -> str:
@@ -378,7 +398,7 @@ def _limits(numbers: Numbers) -> str:
         "Not for use as an assistant, nor for anything that relies on what it says. It has learned "
         "the form of answers, code and prose, not facts, arithmetic or instructions: expect "
         "fluent nonsense.",
-        f"{_millions(run['tokens'])} tokens and {_millions(model['parameters'])} parameters "
+        f"{_millions(_all_tokens(run))} tokens and {_millions(model['parameters'])} parameters "
         "are little; English and Python only.",
         "It repeats itself: of the 4-grams in the samples above, "
         f"{_percent(distinct['greedy'])} are distinct (greedy), {_percent(distinct['seeded'])} "

@@ -38,6 +38,7 @@ from infer.generate import generate
 from infer.output import report
 from infer.prompts import read_prompts
 from infer.report import stats
+from train.beside_original import beside_original
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
 from train.losses import Total
@@ -211,6 +212,8 @@ class Arguments:
     """The draft experts: a folder from `dejax distill`, or untrained ones."""
     data: Annotated[str, ParsedBy(documents, "FILE|demo")] = "demo"
     """Documents as JSON lines ({"text": ...} or {"messages": [...]} a line), or the demo's."""
+    original: Model | None = None
+    """The model that MODEL was converted from, to tell what its quantised experts cost."""
     prompts: InputFile | None = None
     """Prompts to decode for in-loop figures, as JSON lines; none are decoded unless given."""
     max_new_tokens: PositiveInt = 64
@@ -234,6 +237,12 @@ COLUMNS = {
     "loss_draft": "loss",
 }
 
+ORIGINAL_COLUMNS = {
+    "perplexity": "perplexity",
+    "original_perplexity": "original's",
+    "kl": "KL",
+    "agreement": "agreement",
+}
 LOOP_COLUMNS = {
     "drafted": "drafted",
     "accepted": "accepted",
@@ -285,6 +294,9 @@ def main(argv: list[str]) -> int:
     )
     arms = all_arms(target, draft, batches, calibration)
     result: dict[str, Any] = {"target": target.identity, "teacher_forced": arms}
+    if args.original is not None:
+        say(f"loading {args.original}")
+        result["original"] = beside_original(target, load_target(args.original), batches)
     if prompts:
         say(f"decoding {len(prompts)} prompts")
         result["in_loop"] = in_loop(target, draft, prompts, max_new_tokens=args.max_new_tokens)
@@ -298,6 +310,9 @@ def _show(name: str, result: dict[str, Any]) -> None:
     note = f"{arms['draft']['tokens']:.0f} tokens; the target's own loss is "
     note += f"{arms['draft']['loss_full']:.4g}"
     print_table(f"{name}: teacher-forced", ["arm", *COLUMNS.values()], rows, note)
+    if "original" in result:
+        row = [result["original"][key] for key in ORIGINAL_COLUMNS]
+        print_table(f"{name}: beside its original", list(ORIGINAL_COLUMNS.values()), [row])
     if "in_loop" in result:
         row = [result["in_loop"][key] for key in LOOP_COLUMNS]
         print_table(f"{name}: in the loop", list(LOOP_COLUMNS.values()), [row])

@@ -17,11 +17,11 @@ from dejax.errors import UsageError
 from dejax.target import load_target
 from tests.families.random_folder import raw_config, write_folder
 from train import card_measures, card_text, data, model_card, trigram
+from train.card_run import Run, config_differences, describe_run, first_run, read_run
 from train.config_files import to_json
 from train.data import Phase
 from train.evaluate import teacher_forced
 from train.loop import LoopConfig, checkpointer
-from train.model_card import Run, config_differences, read_run
 from train.optimizer import OptimizerConfig
 from train.pretrain import PretrainConfig
 from train.teacher import as_teacher
@@ -374,3 +374,21 @@ def test_another_tokenizer_is_refused(folders, tmp_path):
     model = write_folder(tmp_path / "bare", RAW)
     with pytest.raises(UsageError, match="its tokenizer is not that of"):
         model_card.check_tokenizer(load_target(model), folders["data"])
+
+
+def test_the_run_that_gave_the_first_weights_is_told(folders, tmp_path):
+    start = shutil.copytree(folders["model"], tmp_path / "start")
+    with pytest.raises(UsageError, match="not readable as a card's numbers"):
+        first_run(str(start))
+    run = {"step": 7, "tokens": 700, "seconds": 3600.0, "config": {"spread_weight": 0.5}}
+    card = {"model": {"name": "small", "identity": "abc"}, "run": run}
+    (start / "card.json").write_text(json.dumps(card))
+    started = dataclasses.replace(read_run(folders["run"]), config={})
+    started.config.update(to_json(CONFIG) | {"start": str(start)})
+    found = describe_run(started, "pretrain_tiny")
+    assert found["first"]["tokens"] == 700 and found["config"]["start"] == "small abc"
+    assert str(tmp_path) not in json.dumps(found)
+    rows = dict(card_text._first_rows(found))
+    assert rows["first weights"] == "those of small `abc`: 7 steps, 700 tokens, 1.00 h, spread 0.5"
+    hours = 1 + found["seconds"] / 3600
+    assert rows["both together"] == f"{found['tokens'] + 700:,} tokens, {hours:.2f} h in steps"
