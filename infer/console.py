@@ -38,20 +38,25 @@ class Advance(Protocol):
 
 
 @contextlib.contextmanager
-def progress(description: str, total: int | float | None, unit: str) -> Iterator[Advance]:
+def progress(
+    description: str, total: int | float | None, unit: str, *, done: int | float = 0
+) -> Iterator[Advance]:
     """Shows on standard error how far the work inside the `with` is.
 
     Args:
         description: what is being done, a word or two.
         total: units of work in all; None if unknown.
         unit: the plural of what is counted.
+        done: units that an earlier run did, which count for no rate.
     """
     console = Console(file=sys.stderr)
+    meter = _Meter(description, total, unit)
+    meter.done = meter.untimed = done
     if sys.stderr.isatty() and not console.is_dumb_terminal:
-        with _Bar(console, _Meter(description, total, unit)) as bar:
+        with _Bar(console, meter) as bar:
             yield bar
     else:
-        lines = _Lines(_Meter(description, total, unit))
+        lines = _Lines(meter)
         try:
             yield lines
         finally:
@@ -100,7 +105,8 @@ class _Meter:
 
     def __init__(self, description: str, total: int | float | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = self.untimed = 0.0
+        self.done: int | float = 0
+        self.untimed: int | float = 0
         self.fields: dict[str, Any] = {}
         self.start = time.monotonic()
 
@@ -140,7 +146,7 @@ class _Lines:
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
         self.shown_at = meter.start
-        self.shown_done = 0.0
+        self.shown_done = meter.done
 
     def advance(self, count: int | float = 1, **fields: Any) -> None:
         self.meter.add(count, fields)
@@ -173,7 +179,9 @@ class _Bar:
             TextColumn("{task.fields[status]}", markup=False),
             console=console,
         )
-        self.task = self.bar.add_task(meter.description, total=meter.total, status="")
+        self.task = self.bar.add_task(
+            meter.description, total=meter.total, completed=int(meter.done), status=""
+        )
 
     def __enter__(self) -> "_Bar":
         self.bar.start()

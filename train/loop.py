@@ -179,7 +179,7 @@ def run(
         first = saver.latest.step
         state = saver.load(first, state)
     started, tokens = time.perf_counter(), 0
-    with progress(label, config.steps - first, "steps") as bar:
+    with progress(label, config.steps, "steps", done=first) as bar:
         for step in range(first + 1, config.steps + 1):
             batch = batch_at(step - 1)
             compiles = step == first + 1

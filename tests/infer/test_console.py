@@ -35,3 +35,11 @@ def test_a_rate_that_is_not_known_yet_is_not_shown(clock, capsys):
             clock[0] += 9
         bar.advance(1)
     assert capsys.readouterr().err == "train: 1/2 steps  after 0s\n"
+
+
+def test_what_an_earlier_run_did_counts_for_no_rate(clock, capsys):
+    with console.progress("train", 110, "steps", done=100) as bar:
+        for _ in range(3):
+            clock[0] += 2
+            bar.advance(1)
+    assert capsys.readouterr().err == "train: 103/110 steps  0.5 steps/s  14s left\n"
