@@ -159,7 +159,7 @@ class GQAConfig:
         _require(
             self.clip is None or self.clip > 0, f"attention: clip is {self.clip}; expected > 0"
         )
-        if self.windowed:
+        if self.windowed or self.window is not None:
             _require_positive("attention", window=self.window or 0)
 
 

@@ -185,6 +185,11 @@ def model_folder(path: str | Path) -> Path:
     """
     if str(path) == "tiny":
         return BUILT_IN
+    if Path(path).suffix == ".gguf" and kind_of(path) == "file":
+        raise UsageError(
+            f"{shown(path)}: GGUF files are read by dejax.load_target and by pretrain's setting "
+            "start; give the commands a Hugging Face folder"
+        )
     folder = existing_folder(path, "a model folder, or the name tiny")
     if kind_of(folder / "config.json") != "file":
         if kind_of(folder / STORE_DIR):
@@ -278,12 +283,13 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
       UsageError: the folder, its configuration or its tensors are not what is expected.
     """
     held = check_dtype(dtype)
-    if Path(path).suffix == ".gguf":
+    if Path(path).suffix == ".gguf" and kind_of(path) != "folder":
         return _load_gguf(Path(path), held)
     folder = model_folder(path)
     config = load_config(folder)
     if (folder / STORE_DIR).exists():
         store = ExpertStore.open(folder / STORE_DIR)
+        store.check_fits(config)
         plan = hf_weights.plan_checkpoint(folder, config, resident_only=True)
         routed = None
     else:

@@ -231,6 +231,8 @@ def main(argv: list[str]) -> int:
     """Runs `dejax convert`."""
     about = "Turn a Hugging Face folder into resident weights and an expert store."
     args = parse(Arguments, argv, prog="dejax convert", description=about)
+    if args.json is not None and args.json.resolve().is_relative_to(args.out.resolve()):
+        raise UsageError(f"--json: {args.json} is inside --out; give another place")
     done = convert(args.model, args.out, experts=args.experts)
     report(args.json, done, lambda: _show(done))
     return 0

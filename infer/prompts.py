@@ -41,9 +41,12 @@ def _prompt(line: str, where: str, line_number: int) -> dict[str, Any]:
         raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or "prompt" not in record:
         raise UsageError(f'{where}: no prompt; expected an object such as {{"prompt": "Hello"}}')
-    if not isinstance(record["prompt"], str):
-        raise UsageError(f"{where}: prompt is {record['prompt']!r}; expected a string")
-    if not is_text(record["prompt"]):
+    prompt = record["prompt"]
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return {"id": line_number} | record
+    if not isinstance(prompt, str):
+        raise UsageError(f"{where}: prompt is {prompt!r}; expected a string, or token ids")
+    if not is_text(prompt):
         raise UsageError(f"{where}: prompt holds half a surrogate pair, which is no text")
     return {"id": line_number} | record
 
@@ -64,7 +67,10 @@ def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int
       UsageError: the target has no tokenizer.
     """
     if target.tokenizer is None:
-        raise UsageError(f"{target.name} has no tokenizer; give prompts as token ids")
+        raise UsageError(
+            f"{target.name} has no tokenizer; give prompts as token ids: a file of "
+            'JSON lines such as {"prompt": [1, 2, 3]}'
+        )
     if chat and target.tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         text = target.tokenizer.apply_chat_template(
@@ -104,6 +110,8 @@ def _encode(
         return {"id": index, "prompt": ""}, [int(token) for token in prompt]
     record: dict[str, Any] = {"id": index} | prompt
     text = record.get("prompt")
+    if isinstance(text, list):
+        return record | {"prompt": ""}, [int(token) for token in text]
     if not isinstance(text, str):
         raise UsageError(f"prompt {record['id']} has no text under 'prompt'")
     if not is_text(text):

@@ -125,6 +125,10 @@ REFUSED = [
         "weight_block_size is [64, 64]; expected [128, 128]",
     ),
     (dict(num_experts_per_tok=9), "9 per token out of 8"),
+    (dict(num_hidden_layers=10**6), "num_hidden_layers is 1000000; expected 1 to 10000"),
+    (dict(first_k_dense_replace=-1), "first_k_dense_replace is -1; expected 0 or more"),
+    (dict(first_k_dense_replace=2**63), "expected one below 2^31"),
+    (dict(eos_token_id=[2, -1]), "eos_token_id is [2, -1]; expected an id"),
     (dict(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     (
         dict(model_type="phi"),

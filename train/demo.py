@@ -155,6 +155,8 @@ def main(argv: list[str]) -> int:
     takes = TINY_TAKES[args.full] if args.target == "tiny" else ""
     say(OUTLINE.format(prompts=count, out=args.out) + takes)
     target = load_target(args.target)
+    if not target.config.moe_layers:
+        raise UsageError(f"{target.name} has no MoE layers; the demo needs a mixture of experts")
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
     make_folder(args.out)

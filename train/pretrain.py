@@ -23,6 +23,7 @@ from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.model import Transformer, logits_of
+from dejax.paths import kind_of
 from dejax.pytree import pytree
 from dejax.sharding import add_shards, data_mesh, per_shard, replicate, split_batch
 from dejax.target import load_target
@@ -242,13 +243,20 @@ def main(argv: list[str]) -> int:
         kind = type(config).__name__
         raise UsageError(f"config {args.config}: makes a {kind}, no PretrainConfig")
     info, steps = to_json(config), config.loop.steps
-    check_resume(args.out, info, resume=args.resume == "auto", steps=steps)
+    found = check_resume(args.out, info, resume=args.resume == "auto", steps=steps)
+    if found is None and kind_of(args.out / "model"):
+        raise UsageError(f"{args.out / 'model'}: exists, but no checkpoint of it; give another OUT")
     stream = make_stream(args.data, config.phases, seed=config.seed)
     tokenizer = load_tokenizer(args.data / "tokenizer")
     lengths = token_lengths(tokenizer)
     use_cpu_devices(config.cpu_devices)
     mesh = data_mesh()
     model_config = families.model_config(config.model)
+    if len(tokenizer) > model_config.vocab_size:
+        raise UsageError(
+            f"model.vocab_size is {model_config.vocab_size}; expected at least the data's "
+            f"{len(tokenizer)} tokens"
+        )
     if config.start is None:
         definition, params = init_params(model_config, config.seed)
     else:
@@ -284,6 +292,7 @@ def main(argv: list[str]) -> int:
         routed,
         dtype=jnp.bfloat16,
         tokenizer=args.data / "tokenizer",
+        replace=True,
     )
     seconds = time.perf_counter() - began
     result = {"model": args.out / "model", "config": info, "seconds": seconds, "log": log}

@@ -268,4 +268,6 @@ def resolve_draft(spec: str, target: Bound) -> Draft:
     if colon and not (seed.isascii() and seed.isdigit() and int(seed[:12]) < 2**32):
         raise UsageError(f"draft {spec!r}: {seed!r} is no seed; expected init:SEED, 0 to 2^32 - 1")
     config = DraftConfig(width=target.config.moe.expert_width)
+    if not target.config.moe_layers:
+        raise UsageError(f"{target.name} has no MoE layers; there is nothing to draft with")
     return random_draft(target.config, config, seed=int(seed or 0), identity=target.identity)

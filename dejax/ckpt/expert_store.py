@@ -26,6 +26,7 @@ import tensorstore as ts
 from jaxtyping import Shaped
 
 from dejax.ckpt import expert_codec
+from dejax.config import ModelConfig
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
 
@@ -86,7 +87,12 @@ class _Plan:
 
     def to_json(self) -> dict[str, Any]:
         head = {"schema": SCHEMA, "version": VERSION, "checksum": CHECKSUM}
-        return head | dataclasses.asdict(self)
+        return head | dataclasses.asdict(self) | {"plan_checksum": self.checksum()}
+
+    def checksum(self) -> int:
+        """Of how records are to be read: their own checksums tell nothing of that."""
+        told = [list(self.layers), self.num_experts, list(self.shape), self.dtype]
+        return zlib.crc32(json.dumps(told).encode())
 
 
 class ExpertStoreWriter:
@@ -117,7 +123,7 @@ class ExpertStoreWriter:
         """
         sizes = tuple(map(int, layers)), int(num_experts), tuple(map(int, shape))
         self._plan = _Plan(*sizes, dtype, identity)
-        self._root = None if path is None else pathlib.Path(path).absolute()
+        self._root = None if path is None else _absolute(path)
         self._checksums: dict[Pair, int] = {}
         self._journal = None
         if self._root is not None:
@@ -272,6 +278,24 @@ class ExpertStore:
         self._kvstore = kvstore
         self._checksums = sums
 
+    def check_fits(self, config: ModelConfig) -> None:
+        """Refuses a store that is not of a target with this configuration.
+
+        Raises:
+            UsageError: layers, number or shape of the experts are others.
+        """
+        pairs = {
+            "layers": (self.layers, config.moe_layers),
+            "experts": (self.num_experts, config.moe.num_experts),
+            "shape": (self.shape, config.expert_shape),
+        }
+        for name, (stored, expected) in pairs.items():
+            if stored != expected:
+                raise UsageError(
+                    f"{self.path}: the store has {name} {stored}, the configuration {expected}; "
+                    f"{_AGAIN}"
+                )
+
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "ExpertStore":
         """Opens folder `path`; checks that every record is there with the right size.
@@ -280,7 +304,7 @@ class ExpertStore:
             UsageError: no such folder, not a store (or an unfinished one), an unknown schema or
                 version, a damaged manifest, or a record missing or of the wrong size.
         """
-        root = pathlib.Path(path).absolute()
+        root = _absolute(path)
         if not root.is_dir():
             raise UsageError(f"{root} is not a folder; give the folder of an expert store")
         manifest = root / _MANIFEST
@@ -291,7 +315,7 @@ class ExpertStore:
         plan, fields = _parse(manifest.read_bytes(), manifest)
         try:
             checksums = {p: int(fields["records"][str(p[0])][p[1]]) for p in plan.pairs()}
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{manifest}: not every record has a checksum; {_AGAIN}") from error
         for pair in plan.pairs():
             file = _file(root, pair)
@@ -347,6 +371,11 @@ class ExpertStore:
                 progress(count, len(self.pairs))
 
 
+def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Without `..`, which tensorstore refuses and `pathlib` keeps."""
+    return pathlib.Path(os.path.abspath(path))
+
+
 def _open_kvstore(root: pathlib.Path | None) -> ts.KvStore:
     if root is None:
         # A context of its own: two memory stores must not see each other's records.
@@ -383,7 +412,9 @@ def _parse(text: bytes, file: pathlib.Path) -> tuple[_Plan, dict[str, Any]]:
             dtype=str(fields["dtype"]),
             identity=str(fields["identity"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+        if int(fields["plan_checksum"]) != plan.checksum():
+            raise ValueError("layers, num_experts, shape or dtype are not as they were written")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else error
         raise UsageError(f"{file} is damaged or not an expert store's: {why}; {_AGAIN}") from error
     return plan, fields

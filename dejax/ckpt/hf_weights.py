@@ -297,13 +297,14 @@ def write_checkpoint(
     *,
     dtype,
     tokenizer: Path | None = None,
+    replace: bool = False,
 ) -> None:
     """Writes a Hugging Face folder (config, weights in `dtype`, tokenizer), whole or not at all.
 
     Raises:
-      UsageError: the folder exists already.
+      UsageError: the folder exists already, and is not to be replaced.
     """
-    if folder.exists():
+    if folder.exists() and not replace:
         raise UsageError(f"{folder}: exists already; remove it or choose another folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -317,4 +318,11 @@ def write_checkpoint(
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+        return
     partial.rename(folder)

@@ -43,7 +43,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
             top_k=c.integer("num_experts_per_tok"),
             expert_width=expert_width,
             shared_width=expert_width * c.integer("n_shared_experts", 0),
-            dense_layers=tuple(range(c.integer("first_k_dense_replace", 0))),
+            dense_layers=c.leading_dense(),
             scaling=c.number("routed_scaling_factor", 1.0),
             groups=c.integer("n_group", 1) if grouped else 1,
             groups_kept=c.integer("topk_group", 1) if grouped else 1,

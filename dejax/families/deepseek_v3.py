@@ -45,7 +45,7 @@ def sigmoid_experts(c: RawConfig) -> MoEConfig:
         top_k=c.integer("num_experts_per_tok"),
         expert_width=width,
         shared_width=width * c.integer("n_shared_experts", 0),
-        dense_layers=tuple(range(c.integer("first_k_dense_replace", 0))),
+        dense_layers=c.leading_dense(),
         scoring="sigmoid",
         selection_bias=True,
         normalised=c.flag("norm_topk_prob", True),

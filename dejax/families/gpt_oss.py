@@ -25,7 +25,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     c.quantisation("mxfp4")
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         c.refuse("rope_scaling is missing; expected it (the family's models extend their context)")
-    bias, layers = c.flag("attention_bias", True), range(c.integer("num_hidden_layers"))
+    bias, layers = c.flag("attention_bias", True), range(c.layers())
     window = c.integer("sliding_window", None)
     windowed = c.windowed_layers() if raw.get("layer_types") is not None else tuple(layers[::2])
     return ModelConfig(

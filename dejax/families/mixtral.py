@@ -17,7 +17,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     """`config.json` of a Mixtral checkpoint; `intermediate_size` is an expert's width."""
     c = RawConfig(raw)
     c.quantisation("fp8")
-    window, layers = c.integer("sliding_window", None), range(c.integer("num_hidden_layers"))
+    window, layers = c.integer("sliding_window", None), range(c.layers())
     return ModelConfig(
         family=MODEL_TYPE,
         **dimensions(c, norm_eps=1e-5),

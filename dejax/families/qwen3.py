@@ -13,7 +13,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     """`config.json` of a dense Qwen3 checkpoint."""
     c = RawConfig(raw)
     c.quantisation("fp8")
-    bias, layers = c.flag("attention_bias", False), range(c.integer("num_hidden_layers"))
+    bias, layers = c.flag("attention_bias", False), range(c.layers())
     window = c.integer("sliding_window", 4096) if c.flag("use_sliding_window", False) else None
     first = c.integer("max_window_layers", 28)
     windowed = c.windowed_layers() if "layer_types" in raw else tuple(layers[first:])

@@ -19,7 +19,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     c.quantisation("fp8")
     # The class's default (false) is not what releases are trained with (true).
     c.must_have("norm_topk_prob")
-    bias, layers = c.flag("attention_bias", False), range(c.integer("num_hidden_layers"))
+    bias, layers = c.flag("attention_bias", False), range(c.layers())
     step, dense = c.integer("decoder_sparse_step", 1), set(c.integers("mlp_only_layers"))
     window = c.integer("sliding_window", 4096) if c.flag("use_sliding_window", False) else None
     return ModelConfig(

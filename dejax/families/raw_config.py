@@ -6,6 +6,15 @@ from dejax.block_scaled import TILE
 from dejax.config import GQAConfig, Llama3Config, RopeConfig, YarnConfig
 from dejax.errors import UsageError
 
+MOST_LAYERS = 10_000
+"""More than any model has; a file that asks for more is mistaken, and would take hours."""
+
+
+def _short(value: Any) -> str:
+    """A value as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
 
 class RawConfig:
     """A parsed `config.json` whose values are read with a type and a clear error."""
@@ -20,12 +29,29 @@ class RawConfig:
             return default
         value = self.raw[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"config.json: {key} is {value!r}; expected {expected}")
+            raise UsageError(f"config.json: {key} is {_short(value)}; expected {expected}")
         return value
 
     def integer(self, key: str, default: Any = ...) -> Any:
-        """An integer; `default` (if given) where the key is absent or null."""
-        return self._typed(key, int, default, "an integer")
+        """An integer of 32 bits; `default` (if given) where the key is absent or null."""
+        value = self._typed(key, int, default, "an integer")
+        if value is not None and abs(value) >= 2**31:
+            raise UsageError(f"config.json: {key} is {_short(value)}; expected one below 2^31")
+        return value
+
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        count = self.integer("num_hidden_layers")
+        if not 1 <= count <= MOST_LAYERS:
+            self.refuse(f"num_hidden_layers is {count}; expected 1 to {MOST_LAYERS}")
+        return count
+
+    def leading_dense(self) -> tuple[int, ...]:
+        """The layers before `first_k_dense_replace`."""
+        first = self.integer("first_k_dense_replace", 0)
+        if first < 0:
+            self.refuse(f"first_k_dense_replace is {first}; expected 0 or more")
+        return tuple(range(min(first, self.layers())))
 
     def number(self, key: str, default: Any = ...) -> Any:
         """A finite float; `default` (if given) where the key is absent or null."""
@@ -56,9 +82,11 @@ class RawConfig:
         """The layers that `layer_types` gives a sliding window."""
         kinds = self._typed("layer_types", list, [], "a list of attention types")
         known = ("full_attention", "sliding_attention")
-        layers = self.integer("num_hidden_layers")
+        layers = self.layers()
         if len(kinds) != layers or any(kind not in known for kind in kinds):
-            self.refuse(f"layer_types is {kinds!r}; expected {layers} of {' or '.join(known)}")
+            self.refuse(
+                f"layer_types is {_short(kinds)}; expected {layers} of {' or '.join(known)}"
+            )
         return tuple(i for i, kind in enumerate(kinds) if kind == known[1])
 
     def must_be(self, key: str, allowed: tuple[Any, ...], why: str) -> None:
@@ -106,9 +134,10 @@ class RawConfig:
         """End-of-sequence ids: an integer, a list, or none."""
         value = self.raw.get("eos_token_id")
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        if not whole or not all(0 <= i < 2**31 for i in ids):
             raise UsageError(
-                f"config.json: eos_token_id is {value!r}; expected an integer or a list of them"
+                f"config.json: eos_token_id is {_short(value)}; expected an id, or a list of them"
             )
         return tuple(ids)
 
@@ -197,7 +226,7 @@ def dimensions(c: RawConfig, *, norm_eps: float) -> dict[str, Any]:
     return dict(
         vocab_size=c.integer("vocab_size"),
         width=c.integer("hidden_size"),
-        num_layers=c.integer("num_hidden_layers"),
+        num_layers=c.layers(),
         dense_width=c.integer("intermediate_size"),
         context=c.integer("max_position_embeddings"),
         norm_eps=c.number("rms_norm_eps", norm_eps),

@@ -385,3 +385,38 @@ def test_verify_all(folder, store):
     file.write_bytes(flip(file.read_bytes()))
     with pytest.raises(ExpertReadError, match="layer 5, expert 3"):
         store.verify_all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "int8"},
+        {"shape": [3, 16, 8]},
+        {"num_experts": 2},
+        {"layers": [1]},
+        {"shape": [3, 8, float("inf")]},
+    ],
+)
+def test_how_records_are_read_is_checked_too(tmp_path, change):
+    """What leaves the size of a record alone would else give other numbers, silently."""
+    with ExpertStoreWriter(
+        tmp_path, layers=[1, 2], num_experts=3, shape=(3, 8, 16), dtype="fp8", identity="x"
+    ) as writer:
+        for layer, expert in np.ndindex(2, 3):
+            writer.write(layer + 1, expert, np.ones((3, 8, 16), np.float32))
+        writer.finish()
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    with pytest.raises(UsageError, match=r"manifest\.json is damaged"):
+        ExpertStore.open(tmp_path)
+
+
+def test_a_path_may_go_up(tmp_path):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / ".." / "store"
+    with ExpertStoreWriter(
+        path, layers=[0], num_experts=1, shape=(3, 2, 2), dtype="float32", identity="x"
+    ) as writer:
+        writer.write(0, 0, np.ones((3, 2, 2), np.float32))
+        writer.finish()
+    assert ExpertStore.open(path).read(0, 0).sum() == 12

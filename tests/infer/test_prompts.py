@@ -29,7 +29,7 @@ def test_read_prompts(tmp_path):
         (b'{"prompt": "a", "x": NaN}', "line 1 is not JSON: NaN"),
         (b'\n{"text": "a"}', "line 2: no prompt"),
         (b'["prompt"]', "line 1: no prompt"),
-        (b'{"prompt": 3}', "line 1: prompt is 3; expected a string"),
+        (b'{"prompt": 3}', "line 1: prompt is 3; expected a string, or token ids"),
         (b'{"prompt": "\\ud800"}', "line 1: prompt holds half a surrogate pair"),
     ],
 )
