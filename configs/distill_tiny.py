@@ -14,11 +14,11 @@ def get_config() -> DistillConfig:
         data="demo",
         draft=DraftConfig(width=32),
         init=InitConfig(),
-        losses=LossWeights(),
+        losses=LossWeights(router=0.5),
         optimizer=OptimizerConfig(
-            kind="adamw", learning_rate=2e-3, warmup_steps=10, decay_steps=60
+            kind="adamw", learning_rate=2e-3, warmup_steps=10, decay_steps=80
         ),
-        loop=LoopConfig(steps=150, log_every=10, eval_every=50, save_every=50),
+        loop=LoopConfig(steps=200, log_every=10, eval_every=50, save_every=50),
         seq_len=256,
         batch_size=8,
         cpu_devices=2,

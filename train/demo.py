@@ -135,8 +135,8 @@ OUTLINE = (
     "prompts in every mode, compare with autoregressive decoding, write tables and plots to {out}"
 )
 TINY_TAKES = {
-    False: "; five to seven minutes on two cores",
-    True: "; several times the five to seven minutes of the demo without --full",
+    False: "; about five minutes on two cores",
+    True: "; several times the five minutes of the demo without --full",
 }
 """What is known of the embedded target's time, by `--full`."""
 
