@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     What the user can mend is one line on standard error; only a defect of ours, or of a library,
     ends in a traceback.
     """
+    # That torch is missing is no news to who installed this: nothing here needs it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a character shows its escape; standard error does so by itself.
         sys.stdout.reconfigure(errors="backslashreplace")

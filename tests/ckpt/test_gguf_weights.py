@@ -113,7 +113,10 @@ def test_logits_are_those_of_the_original(theirs, tmp_path):
     assert target.tokenizer is None and target.name == "m.gguf"
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Q8_0", *(pytest.param(k, marks=pytest.mark.slow) for k in ("F16", "BF16", "Q4_0", "Q4_1"))],
+)
 def test_every_storage_type_is_dequantised(theirs, tmp_path, kind):
     tensors = tensors_of(theirs)
     target = load_target(write(tmp_path / "m.gguf", tensors, kind=kind))

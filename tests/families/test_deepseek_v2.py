@@ -179,6 +179,7 @@ def overrides(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=5, phases=[Phase.generate])  # each compiles: shrinking would take minutes
 @given(settings=overrides(), seed=st.integers(0, 99))
 def test_any_configuration(tmp_path_factory, settings, seed):

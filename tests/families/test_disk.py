@@ -33,7 +33,13 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32"),
+        pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("fused", [False, True], ids=["single", "fused"])
 @pytest.mark.parametrize("name", ["full", *OTHERS])

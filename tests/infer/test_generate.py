@@ -90,7 +90,7 @@ def test_a_target_without_tokenizer_takes_token_ids_only(target):
         ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], "two prompts have the id 'a'"),
         ([{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "y"}], "two prompts have the id '1'"),
         ([{"id": "a"}], "prompt a has no text under 'prompt'"),
-        ([{"id": "a", "prompt": [1]}], "prompt a has no text under 'prompt'"),
+        ([{"id": "a", "prompt": 3}], "prompt a has no text under 'prompt'"),
         ("the draft path", "prompts is one text; expected a list of prompts"),
     ],
 )

@@ -41,6 +41,7 @@ def test_the_same_weights_cost_nothing(target, batches):
     assert found["tokens"] == counted
 
 
+@pytest.mark.slow
 def test_the_further_off_the_worse(target, batches):
     near, far = (beside_original(moved(target, size), target, batches) for size in (0.02, 0.5))
     assert 0 < near["kl"] < far["kl"] and near["agreement"] > far["agreement"]

@@ -31,6 +31,7 @@ CONFIG = DistillConfig(
         "olmoe-clip",  # norms over whole queries and keys, clipping
         "gpt-oss",  # sinks, alternating windows, experts with biases
         "glm4-moe",  # part of a head rotated
+        "mixtral-window",  # few wide experts, a window in every layer
     ],
 )
 def test_the_loss_falls(tmp_path, name):

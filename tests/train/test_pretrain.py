@@ -18,7 +18,7 @@ from train.pretrain import PretrainConfig, main
 
 MODEL = dict(
     model_type="deepseek_v2",
-    vocab_size=96,
+    vocab_size=262,
     hidden_size=32,
     intermediate_size=48,
     moe_intermediate_size=16,
@@ -101,7 +101,7 @@ def test_it_learns_and_writes_a_target(monkeypatch, data, tmp_path, one_device):
     target = load_target(tmp_path / "run" / "model")
     assert target.config.moe.num_experts == 8 and target.tokenizer is not None
     logits = target(jnp.ones((1, 5), jnp.int32))
-    assert logits.shape == (1, 5, 96) and bool(jnp.isfinite(logits).all())
+    assert logits.shape == (1, 5, 262) and bool(jnp.isfinite(logits).all())
     assert target.model.embedding[...].dtype == jnp.float32
 
 
@@ -184,3 +184,16 @@ def test_a_loss_that_is_not_finite_stops_the_run():
 def test_loop_settings_are_checked(change):
     with pytest.raises(UsageError, match="loop"):
         LoopConfig(**({"steps": 5} | change))
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(monkeypatch, data, tmp_path, one_device):
+    small = config(2, model=MODEL | {"vocab_size": 96})
+    with pytest.raises(UsageError, match="vocab_size is 96; expected at least"):
+        pretrain(monkeypatch, data, tmp_path / "run", small)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_its_checkpoints_is_left_alone(monkeypatch, data, tmp_path, one_device):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    with pytest.raises(UsageError, match="exists, but no checkpoint of it"):
+        pretrain(monkeypatch, data, tmp_path / "run", config(2))
