@@ -162,6 +162,7 @@ def test_mxfp4_blocks():
         assert numbers[row, group * 32 + place] == expected
 
 
+@pytest.mark.slow
 def test_an_mxfp4_checkpoint_is_its_dequantised_self(tmp_path):
     config, rng = families.model_config(GPT_OSS), np.random.default_rng(2)
     plain = resident(config, rng)

@@ -48,10 +48,8 @@ def tokens_of(trace):
     return [token for record in trace for token in record.emitted]
 
 
-SLOW = [e if e == "int4" else pytest.param(e, marks=pytest.mark.slow) for e in QUANTISED]
-
-
-@pytest.mark.parametrize("encoding", SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", QUANTISED)
 def test_a_quantised_store_decodes_as_its_own_target(encoding):
     original = random_target("shared")
     stored, plain = quantised(original, encoding)

@@ -155,6 +155,7 @@ def test_moments_add_up_over_batches(teacher, batches):
         np.testing.assert_allclose(getattr(whole, name), total, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_fit_brings_the_draft_nearer(teacher, batches):
     params, left = fit(teacher, batches)
     assert all(0 < share < 1 for share in left)
@@ -164,6 +165,7 @@ def test_the_fit_brings_the_draft_nearer(teacher, batches):
     assert sum(left) < sum(fit(teacher, batches, pool=1)[1])
 
 
+@pytest.mark.slow
 def test_mean_of_the_left_out_output(teacher, batches):
     constant = mean_missing(teacher.definition, teacher.params, batches, r=1)["constant"]
     assert constant.shape == (2, 32)

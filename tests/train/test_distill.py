@@ -135,6 +135,7 @@ def test_given_parameters_are_started_from_and_left_alone(straight, target, batc
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_local_stage_trains_too(target, batch_at):
     config = replace(CONFIG, objective="residual-local")
     _, log = distill(target, batch_at, config)
@@ -188,6 +189,7 @@ def test_the_program_writes_a_draft_that_loads(inputs, tmp_path, capsys):
         program.main([*argv, "--resume", "none"])
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_no_weights(inputs, tmp_path, capsys):
     model, documents = inputs
     bare = tmp_path / "bare"

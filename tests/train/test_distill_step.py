@@ -134,7 +134,7 @@ def test_losses_are_those_of_plain_networks(x64, r):
     np.testing.assert_allclose(metrics["agreement"], expected["agreement"], rtol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["weights", "gamma"])
+@pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "gamma"])
 def test_gradients_by_finite_differences(x64, name):
     _, params, _ = case()
     terms, jacobian = terms_and_jacobian()
@@ -196,6 +196,7 @@ def test_the_local_objective_feeds_the_targets_own_states(x64):
     assert set(metrics) == {"loss", "residual"}
 
 
+@pytest.mark.slow
 def test_zero_down_rows_are_the_top_1_path_bit_for_bit():
     target = random_target("shared", dtype=jnp.float32)
     batch = random_batch(target.config, rows=2, length=16)

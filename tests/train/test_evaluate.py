@@ -37,6 +37,7 @@ def test_batches_are_weighted_by_what_they_count(teacher, batches):
     assert 0 < whole["prefetch_recall"] < 1 and 0 < whole["prefetch_precision"] < 1
 
 
+@pytest.mark.slow
 def test_more_experts_kept_are_nearer_to_the_target(teacher, batches):
     kl = [teacher_forced(teacher, None, batches, r=r)["kl"] for r in (0, 1, 3)]
     assert kl[0] > kl[1] > kl[2] and abs(kl[2]) < 1e-6
