@@ -25,6 +25,7 @@ from dejax.ckpt.expert_store import ExpertStore
 from dejax.ckpt.gguf_weights import GGUFFile
 from dejax.ckpt.tensor_files import read_tensor
 from dejax.config import ClampedSwiGLU, ModelConfig
+from dejax.draft.path import routed_output
 from dejax.errors import UsageError
 from dejax.model import (
     Params,
@@ -35,8 +36,6 @@ from dejax.model import (
     sequence_masks,
     split_layer,
 )
-from dejax.nn.experts import experts_of_tokens
-from dejax.nn.router import Routing
 from dejax.paths import existing_folder, kind_of, shown
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -137,13 +136,8 @@ def _whole_layer(
 ) -> Float[Array, "B T D"]:
     """One layer over whole sequences with the full MoE."""
 
-    def experts(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
-        k = routing.ids.shape[-1]
-        rows = (h.reshape(-1, h.shape[-1]), routing.ids.reshape(-1, k))
-        gates = routing.gates.reshape(-1, k)
-        y = experts_of_tokens(*rows, gates, stack, block=16, activation=activation)
-        return y.reshape(h.shape)
-
+    # A dense layer has no stack, and asks for no expert.
+    experts: Any = partial(routed_output, stack=stack, block=16, activation=activation)
     layer = nnx.merge(definition, params)
     return layer_full(layer, x, positions=positions, mask=mask, experts=experts)[0]
 

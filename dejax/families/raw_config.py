@@ -102,11 +102,6 @@ class RawConfig:
             if key not in self.raw:
                 raise UsageError(f"config.json: the key {key} is missing; expected it, or null")
 
-    def must_lack(self, key: str, why: str) -> None:
-        """Refuses an optional key that the arithmetic here does not honour, whatever its value."""
-        if self.raw.get(key) is not None:
-            raise UsageError(f"config.json: {key} is given; expected none ({why})")
-
     def quantisation(self, *known: str) -> None:
         """Refuses a quantised checkpoint but for these methods: "fp8" in tiles of 128, "mxfp4"."""
         given = self.raw.get("quantization_config")

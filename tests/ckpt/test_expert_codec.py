@@ -85,13 +85,15 @@ def test_plain_encodings_keep_every_bit(encoding):
     np.testing.assert_array_equal(decode(encoding, stored, values.shape), values)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, 3.4e38])
-def test_what_no_scale_reaches_is_refused(wrong):
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused(wrong):
     values = record((3, 2, 40), 0)
     values[1, 1, 3] = wrong
-    if wrong == 3.4e38:  # within float32, and within reach of a scale
-        stored = encode("int8", values)
-        assert np.isfinite(decode("int8", stored, values.shape)).all()
-        return
     with pytest.raises(ValueError, match="not finite"):
         encode("int8", values)
+
+
+def test_the_largest_float32_is_within_reach():
+    values = record((3, 2, 40), 0)
+    values[1, 1, 3] = 3.4e38
+    assert np.isfinite(decode("int8", encode("int8", values), values.shape)).all()
