@@ -129,15 +129,15 @@ def _whole_layer(
     definition: nnx.GraphDef,
     activation: ClampedSwiGLU | None,
     params: Params,
-    stack: Array | None,
+    stack: Any,
     x: Array,
     positions: Array,
     mask: Array,
 ) -> Float[Array, "B T D"]:
     """One layer over whole sequences with the full MoE."""
 
-    # A dense layer has no stack, and asks for no expert.
-    experts: Any = partial(routed_output, stack=stack, block=16, activation=activation)
+    # A dense layer has no stack (None), and asks for no expert.
+    experts = partial(routed_output, stack=stack, block=16, activation=activation)
     layer = nnx.merge(definition, params)
     return layer_full(layer, x, positions=positions, mask=mask, experts=experts)[0]
 
