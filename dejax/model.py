@@ -20,6 +20,7 @@ from dejax.nn.attention import Cache, make_attention, windowed_mask
 from dejax.nn.layers import RMSNorm, SwiGLU
 from dejax.nn.router import Router, Routing
 from dejax.pytree import pytree
+from dejax.sharding import look_up
 
 Params = dict[str, Any]
 ExpertsFn = Callable[[Float[Array, "*rows D"], Routing], Float[Array, "*rows D"]]
@@ -88,13 +89,17 @@ def split_outer(model: Transformer, *, layers: Sequence[int] = ()) -> tuple[nnx.
 
 def embed(model: Transformer, tokens: Int[Array, "*rows"], dtype) -> Float[Array, "*rows D"]:
     """Embedding rows of `tokens`, in the compute dtype."""
-    return model.embedding[...][tokens].astype(dtype)
+    return look_up(model.embedding[...], tokens).astype(dtype)
 
 
 def logits_of(model: Transformer, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Final norm and head, in the compute dtype (at least float32)."""
-    head = model.embedding if model.head is None else model.head
-    return model.norm(x) @ head[...].astype(x.dtype).T
+    return model.norm(x) @ head_of(model).astype(x.dtype).T
+
+
+def head_of(model: Transformer) -> Float[Array, "V D"]:
+    """The output embedding, which may be the input's."""
+    return (model.embedding if model.head is None else model.head)[...]
 
 
 def attend_full(
@@ -102,10 +107,17 @@ def attend_full(
     x: Float[Array, "B T D"],
     *,
     positions: Int[Array, "B T"],
-    mask: Bool[Array, "B T T"],
+    mask: Bool[Array, "B T S"],
+    context: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Residual stream after attention over whole sequences."""
-    return x + layer.attention.full(layer.input_norm(x), positions=positions, mask=mask)
+    """Residual stream after attention over whole sequences.
+
+    With `context`, another residual stream of the same tokens, rows see its keys and values beside
+    their own; S is then 2 T, the context first.
+    """
+    seen = None if context is None else layer.input_norm(context)
+    rows = dict(positions=positions, mask=mask, context=seen)
+    return x + layer.attention.full(layer.input_norm(x), **rows)
 
 
 def attend_cached(

@@ -6,6 +6,7 @@ table is aligned text, so that logs stay readable.
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -52,7 +53,7 @@ def progress(
     console = Console(file=sys.stderr)
     meter = _Meter(description, total, unit)
     meter.done = meter.untimed = done
-    if sys.stderr.isatty() and not console.is_dumb_terminal:
+    if sys.stderr.isatty() and not console.is_dumb_terminal and not _quiet.is_set():
         with _Bar(console, meter) as bar:
             yield bar
     else:
@@ -63,8 +64,18 @@ def progress(
             lines.show()
 
 
+_quiet = threading.Event()
+
+
+def be_quiet() -> None:
+    """Nothing more on standard error but errors: one of several processes speaks for all."""
+    _quiet.set()
+
+
 def say(line: str) -> None:
     """One line on standard error; above the bar if a progress is being shown."""
+    if _quiet.is_set():
+        return
     print(line, file=sys.stderr, flush=True)
 
 

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dejax
 from dejax.errors import UsageError
 from dejax.paths import read_file
 from dejax.target import Target
+
+DEMO_PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
+"""The prompts that come with dejax; no text that it trains on has them."""
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ def _totals(
 ) -> VocabularyTotals:
     outer, full, _ = forward(definition, original, batch, dtype=dtype)
     _, other, _ = forward(definition, params, batch, dtype=dtype)
-    return compare_vocabulary(outer, full, other, batch)
+    return compare_vocabulary(outer, full, other, batch)[1]
 
 
 def beside_original(target: Target, original: Target, batches: Sequence[Batch]) -> dict[str, float]:

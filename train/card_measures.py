@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dejax.errors import UsageError
@@ -35,6 +34,7 @@ from train.stacked import (
     StackedParams,
     block_size,
     embed_outer,
+    layer_of,
     routed_fn,
     scan_layers,
 )
@@ -187,11 +187,11 @@ def _beside_shuffled(
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     block = block_size(batch["tokens"].size, definition.config)
 
-    def body(carry, pieces, mask):
-        where = dict(positions=sight.positions, mask=mask)
+    def body(carry, pieces, windowed):
+        where = dict(positions=sight.positions, mask=sight.masks.of_layer(windowed))
         full, shuffled = carry
         layer_params, stack, source = pieces
-        layer = nnx.merge(definition.layer, layer_params)
+        layer = layer_of(definition, layer_params)
         experts = routed_fn(stack, definition.config, block=block)
 
         def misrouted(h: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
@@ -207,8 +207,12 @@ def _beside_shuffled(
         return (full, shuffled), tap.routing.ids
 
     pieces = (params.layers, params.routed, sources)
-    (full, shuffled), ids = scan_layers(definition, outer, sight, body, (x, x), pieces)
-    return compare_vocabulary(outer, full, shuffled, batch), ids
+
+    def dense(index, layer, carry):
+        return tuple(sight.dense(definition.config, index, layer, x) for x in carry)
+
+    (full, shuffled), ids = scan_layers(definition, outer, body, dense, (x, x), pieces)
+    return compare_vocabulary(outer, full, shuffled, batch)[1], ids
 
 
 def other_tokens(

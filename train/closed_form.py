@@ -10,7 +10,7 @@ Fitting on the draft network's own states, layer upon layer, was measured too: i
 network and gained nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dejax.draft.init import copy_neurons, most_important, neuron_importance
@@ -26,8 +25,10 @@ from dejax.draft.path import below_r
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.nn.experts import inner_outputs
+from dejax.sharding import on_host
 from train.distill_step import Batch, TargetHalf, target_half
-from train.stacked import Sight, StackedDef, StackedParams, embed_outer, scan_layers
+from train.stacked import Sight, StackedDef, StackedParams, embed_outer, layer_of, scan_layers
+from train.teacher import Teacher
 
 RANKING_TOKENS = 4096
 """Rows on which neurons are ranked, about: each of them is seen by every expert."""
@@ -102,6 +103,12 @@ def pick_features(
     return np.array(chosen, np.int64)
 
 
+def _on_mesh(fn: Callable[..., Any], teacher: Teacher, *args: Any, r: int) -> Any:
+    """`fn` of the teacher's definition, weights and `args`, run on its mesh."""
+    with jax.set_mesh(teacher.mesh):
+        return fn(teacher.definition, teacher.params, *args, r=r, dtype=teacher.dtype)
+
+
 def _scan_target(
     definition: StackedDef,
     params: StackedParams,
@@ -116,15 +123,14 @@ def _scan_target(
     sight = Sight.of(definition.config, batch)
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
 
-    def body(x, pieces, mask):
+    def body(x, pieces, windowed):
         layer_params, stack, piece = pieces
-        layer = nnx.merge(definition.layer, layer_params)
-        options: Any = dict(r=r, config=definition.config)
-        half = target_half(layer, x, stack, sight.positions, mask, **options)
+        layer, options = layer_of(definition, layer_params), dict(r=r, config=definition.config)
+        half = target_half(layer, x, stack, sight, windowed, **options)
         return half.x, visit(half, stack, piece)
 
-    pieces = (params.layers, params.routed, extra)
-    return scan_layers(definition, outer, sight, body, x, pieces)[1]
+    dense, pieces = partial(sight.dense, definition.config), (params.layers, params.routed, extra)
+    return scan_layers(definition, outer, body, dense, x, pieces)[1]
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))
@@ -165,31 +171,18 @@ def _moments(
 
 
 def take_moments(
-    definition: StackedDef,
-    params: StackedParams,
-    weights: Float[Array, "L 3 P D"],
-    batches: Sequence[Batch],
-    *,
-    r: int,
-    dtype: Any = jnp.float32,
+    teacher: Teacher, weights: Float[Array, "L 3 P D"], batches: Sequence[Batch], *, r: int
 ) -> Moments:
     """Moments of the activations of neurons `weights` and of the left-out output, over batches."""
     sums = [0.0, 0.0, 0.0]
     for batch in batches:
-        parts = jax.device_get(_moments(definition, params, weights, batch, r=r, dtype=dtype))
+        parts = on_host(_on_mesh(_moments, teacher, weights, batch, r=r))
         sums = [a + np.asarray(b, np.float64) for a, b in zip(sums, parts, strict=True)]
     return Moments(*(np.asarray(total) for total in sums))
 
 
 def fit_draft(
-    definition: StackedDef,
-    params: StackedParams,
-    batches: Sequence[Batch],
-    *,
-    width: int,
-    r: int,
-    config: InitConfig,
-    dtype: Any = jnp.float32,
+    teacher: Teacher, batches: Sequence[Batch], *, width: int, r: int, config: InitConfig
 ) -> tuple[Params, list[float]]:
     """Draft experts of all layers in closed form.
 
@@ -205,18 +198,18 @@ def fit_draft(
       UsageError: a layer's experts have fewer neurons than `width`.
     """
     few = batches[: max(1, RANKING_TOKENS // batches[0]["tokens"].size)]
-    parts = [_importance(definition, params, batch, r=r, dtype=dtype) for batch in few]
-    importance = np.sum([np.asarray(part, np.float64) for part in parts], axis=0)
+    parts = [on_host(_on_mesh(_importance, teacher, batch, r=r)) for batch in few]
+    importance = np.sum([part.astype(np.float64) for part in parts], axis=0)
     count = width if config.fit == "zero" else min(width * config.pool, importance[0].size)
     chosen = [most_important(layer, max(width, count)) for layer in importance]
     copies = [
-        copy_neurons(stack, neurons, definition.config.width)
-        for stack, neurons in zip(params.routed, chosen, strict=True)
+        copy_neurons(jnp.asarray(on_host(stack)), neurons, teacher.config.width)
+        for stack, neurons in zip(teacher.params.routed, chosen, strict=True)
     ]
     gamma = jnp.ones(len(copies), copies[0].dtype)
     if config.fit == "zero":
         return {"weights": jnp.stack(copies), "gamma": gamma}, [1.0] * len(copies)
-    moments = take_moments(definition, params, jnp.stack(copies), batches, r=r, dtype=dtype)
+    moments = take_moments(teacher, jnp.stack(copies), batches, r=r)
     fits = [
         _fit_layer(weights, gram, cross, float(energy), width=width, ridge=config.ridge)
         for weights, gram, cross, energy in zip(
@@ -245,20 +238,13 @@ def _fit_layer(
     return weights, 1 - float(explained) / max(energy, np.finfo(np.float64).tiny)
 
 
-def mean_missing(
-    definition: StackedDef,
-    params: StackedParams,
-    batches: Sequence[Batch],
-    *,
-    r: int,
-    dtype: Any = jnp.float32,
-) -> Params:
+def mean_missing(teacher: Teacher, batches: Sequence[Batch], *, r: int) -> Params:
     """The mean of the left-out output in each layer, {"constant": [L, D]}: the baseline arm."""
     sums, rows = 0.0, 0.0
     for batch in batches:
-        sums += np.asarray(_missing_sums(definition, params, batch, r=r, dtype=dtype), np.float64)
+        sums += on_host(_on_mesh(_missing_sums, teacher, batch, r=r)).astype(np.float64)
         rows += float(batch["mask"].sum())
-    return {"constant": jnp.asarray(sums / max(rows, 1.0), dtype)}
+    return {"constant": jnp.asarray(sums / max(rows, 1.0), teacher.dtype)}
 
 
 @partial(jax.jit, static_argnames=("definition", "r", "dtype"))

@@ -10,25 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import dejax
 from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.errors import FailedError, UsageError
+from dejax.sharding import make_mesh
 from dejax.target import Target, load_target, model_folder
 from infer.arguments import Model, OutputFile, OutputFolder, parse
 from infer.console import say
 from infer.output import check_output_folder, make_folder, report, write_json
 from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length
-from infer.prompts import encode_prompt, read_prompts
+from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
 from infer.suite import Result, Suite, choose_link, compare_resident, run_all, standard_runs
 from train.config_files import load_config, to_json
 from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
 from train.devices import use_cpu_devices
-from train.distill import DistillConfig, distill, initial_draft, open_data
+from train.distill import DistillConfig, distill, initial_draft, open_rows
 from train.evaluate import mean_missing, teacher_forced
 from train.loop import Metrics
 from train.teacher import Teacher, as_teacher
 
-PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
 ARM_METRICS = ("kl", "agreement", "router_agreement", "prefetch_recall")
 
 
@@ -50,23 +49,17 @@ def train_arms(
     target: Target, config: DistillConfig, *, full: bool, out: Path
 ) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[Metrics]]:
     """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
-    data = open_data(config, target)
+    data = open_rows(config, target)
     if not data.held_out:
         raise UsageError(f"{config.data}: too little text to hold some out; give more documents")
-    teacher = as_teacher(target)
+    teacher = as_teacher(target, make_mesh())
     say("fitting draft experts in closed form")
     began = time.perf_counter()
     fitted = initial_draft(teacher, data.batch_at, config)
     fit_seconds = time.perf_counter() - began
     draft, log = distill(teacher, data.batch_at, config, initial=fitted)
     train_seconds = time.perf_counter() - began - fit_seconds
-    constant = mean_missing(
-        teacher.definition,
-        teacher.params,
-        [data.batch_at(step) for step in range(4)],
-        r=1,
-        dtype=teacher.dtype,
-    )
+    constant = mean_missing(teacher, [data.batch_at(step) for step in range(4)], r=1)
     arms: dict[str, Any] = {
         "top-1": None,
         "top-1 + mean residual": constant,
@@ -100,7 +93,7 @@ def decode_prompts(
     target: Target, draft: Any, *, count: int, tokens: int, full: bool
 ) -> tuple[list[Result], dict[str, Any]]:
     """Every run of the suite on the demo's prompts, and the host loop beside a resident step."""
-    records = read_prompts(PROMPTS)[:count]
+    records = read_prompts(DEMO_PROMPTS)[:count]
     prompts = [(str(r["id"]), encode_prompt(target, r["prompt"])) for r in records]
     fits = [(name, ids) for name, ids in prompts if len(ids) + tokens <= target.config.context]
     if not fits:

@@ -1,6 +1,30 @@
-"""How many devices a program trains on, chosen before JAX starts."""
+"""The devices and processes that a program trains on, chosen before JAX starts."""
+
+from typing import Annotated
 
 import jax
+
+from dejax.errors import FailedError, UsageError
+from infer.arguments import ParsedBy
+from infer.console import be_quiet
+
+HEARTBEAT_SECONDS = 10
+"""How long a process may be silent before the others take it for dead."""
+
+
+def _distributed(text: str) -> str:
+    parts = text.split(",")
+    ok = text in ("none", "auto")
+    if len(parts) == 3 and ":" in parts[0] and all(part.isdecimal() for part in parts[1:]):
+        ok = int(parts[2]) < int(parts[1])
+    if not ok:
+        raise UsageError(
+            f"{text!r}: expected none, auto, or HOST:PORT,COUNT,INDEX with INDEX below COUNT"
+        )
+    return text
+
+
+Distributed = Annotated[str, ParsedBy(_distributed, "none|auto|HOST:PORT,COUNT,INDEX")]
 
 
 def use_cpu_devices(count: int) -> None:
@@ -12,3 +36,30 @@ def use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # JAX runs already, on as many devices as it has
+
+
+def start_devices(cpu_devices: int, distributed: str) -> None:
+    """`use_cpu_devices`, and this process joined to the others of its run, if there are any.
+
+    Args:
+      distributed: `none`; `auto`, where JAX finds the others by itself (SLURM, Kubernetes, TPU
+      pods, MPI); or HOST:PORT,COUNT,INDEX: the first process's address, how many there are, and
+      which this one is.
+
+    Raises:
+      FailedError: JAX finds no others, or they do not come.
+    """
+    use_cpu_devices(cpu_devices)
+    if distributed == "none":
+        return
+    where = {}
+    if distributed != "auto":
+        address, count, index = distributed.split(",")
+        where = dict(coordinator_address=address, num_processes=int(count), process_id=int(index))
+    try:
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS, **where)
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise FailedError(f"--distributed {distributed}: {first_line}") from None
+    if jax.process_index() != 0:
+        be_quiet()

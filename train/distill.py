@@ -3,120 +3,59 @@
 The target stays frozen; checkpoints, optimizer and adapter hold draft parameters alone. A stopped
 run continues from its newest checkpoint, with the same batches. `--dry-run` tells what would be
 trained and what memory that takes, without reading a weight. The result is `DIR/draft`, an adapter
-folder.
+folder. On several hosts every process runs the same command with `--distributed`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dejax.ckpt.draft_state import check_draft_folder, save_draft
-from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.paths import existing_file, kind_of
-from dejax.sharding import data_mesh, replicate, split_batch, unreplicate
+from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
 from dejax.target import Target, load_target, model_folder
 from dejax.target import load_config as load_model_config
 from infer.arguments import OutputFile, OutputFolder, Positional, Settings, parse
-from infer.console import print_table, say
+from infer.console import print_table
 from infer.output import check_output_folder, make_folder, report
-from infer.units import format_bytes
-from train.closed_form import InitConfig, fit_draft
+from infer.prompts import DEMO_PROMPTS, read_prompts
+from train.closed_form import fit_draft
 from train.config_files import load_config, to_json
-from train.data import Phase, heldout_rows, make_stream
-from train.devices import use_cpu_devices
-from train.distill_plan import plan_distillation
-from train.distill_step import Batch, DistillState, Objective, make_step
-from train.evaluate import teacher_forced
-from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
-from train.losses import LossWeights
-from train.optimizer import OptimizerConfig, make_optimizer
-from train.packed_rows import (
-    PackedRows,
-    encode_documents,
-    pad_rows,
-    read_documents,
-    split_documents,
-)
-from train.teacher import Teacher, as_teacher
+from train.devices import Distributed, start_devices
+from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
+from train.distill_plan import check_memory, plan_distillation, show_plan
+from train.distill_step import DistillState, make_step, make_term_norms
+from train.documents import BatchAt, Data, check_data, open_data
+from train.evaluate import in_loop, teacher_forced
+from train.flops import peak_flops, step_flops
+from train.kv_mix import draw_blocks
+from train.loop import Measure, Metrics, Resume, check_resume, run
+from train.optimizer import make_optimizer
+from train.teacher import Teacher, as_teacher, load_teacher
 
-BatchAt = Callable[[int], Batch]
-"""Training step (from 0) -> packed rows."""
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """A distillation.
-
-    Attributes:
-      target: a model folder, or tiny; data: documents as JSON lines, a folder written by
-      `python -m train.data`, or demo; draft: shape of the draft experts (none: as wide as a routed
-      expert); init: what they start from; losses: weights of the four; objective: `all`, or
-      `residual-local` (the cheap first stage); seq_len, batch_size: shape of a batch; dtype: what
-      the target's weights are held in; remat: recompute layers in the backward pass, for less
-      memory; cpu_devices: where there is no accelerator, split batches over so many devices.
-    """
-
-    target: str = "tiny"
-    data: str = "demo"
-    draft: DraftConfig | None = None
-    init: InitConfig = InitConfig()
-    losses: LossWeights = LossWeights()
-    objective: Objective = "all"
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loop: LoopConfig = LoopConfig(steps=200)
-    seq_len: int = 256
-    batch_size: int = 8
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    remat: bool = False
-    cpu_devices: int = 1
-    seed: int = 0
-
-    def __post_init__(self):
-        if min(self.seq_len, self.batch_size) < 1:
-            raise UsageError(
-                f"seq_len is {self.seq_len} and batch_size {self.batch_size}; expected at least 1"
-            )
-        if self.seq_len * self.batch_size >= 2**31:
-            raise UsageError(
-                f"seq_len is {self.seq_len} and batch_size {self.batch_size}; expected less than "
-                "2^31 tokens a batch"
-            )
-        check_seed_and_devices(self.seed, self.cpu_devices)
-
-
-def draft_config(config: DistillConfig, model: ModelConfig) -> DraftConfig:
-    """The configured shape, or one routed expert's; checked against the target's."""
-    draft = config.draft or DraftConfig(width=model.moe.expert_width)
-    if draft.top_r > model.moe.top_k:
-        raise UsageError(
-            f"draft.top_r is {draft.top_r}; expected at most the {model.moe.top_k} experts "
-            "that the target uses for a token"
-        )
-    return draft
+__all__ = ["DistillConfig", "distill", "draft_config", "initial_draft", "open_rows"]
 
 
 def initial_draft(teacher: Teacher, batch_at: BatchAt, config: DistillConfig) -> Params:
     """Stacked draft parameters to start from (DraftExpert's copied neurons; see `InitConfig`)."""
     draft = draft_config(config, teacher.config)
     count = -(-config.init.tokens // (config.batch_size * config.seq_len))
+    rows = own_rows(teacher.mesh, config.batch_size)
+    batches = (batch_at(step, rows) for step in range(count))
     params, _ = fit_draft(
-        teacher.definition,
-        teacher.params,
-        [jax.device_put(batch_at(step)) for step in range(count)],
+        teacher,
+        [place_rows(batch, teacher.mesh, config.batch_size) for batch in batches],
         width=draft.width,
         r=draft.top_r,
         config=config.init,
-        dtype=teacher.dtype,
     )
     return params
 
@@ -128,63 +67,60 @@ def distill(
     *,
     workdir: Path | None = None,
     resume: bool = True,
-    evaluate: Callable[[Params], Metrics] | None = None,
+    measures: Sequence[Measure] = (),
     initial: Params | None = None,
+    data: str = "",
 ) -> tuple[Draft, list[Metrics]]:
     """Trains draft experts and returns them with the metrics log.
 
     Args:
-      target: the target, or one laid out by `as_teacher`.
-      batch_at: step -> packed rows (`PackedRows.batch_at`, or a `BatchStream`'s), of one shape.
+      target: the target, or one laid out by `as_teacher` or `load_teacher`, on whose mesh it runs.
+      batch_at: step -> packed rows (`Data.batch_at`), of one shape.
       workdir: where checkpoints and metrics go; None keeps everything in memory.
       resume: continue from the newest checkpoint in `workdir`.
       initial: stacked draft parameters to start from; None makes them with `initial_draft`.
-      evaluate: stacked draft parameters -> metrics, called every `config.loop.eval_every` steps.
+      measures: what else is measured on the way, of a `DistillState`.
+      data: the data's fingerprint, which a resumed run must find again.
 
     Raises:
-      UsageError: `workdir` holds the checkpoints of another target, of another configuration, or
-        (without `resume`) any.
-      FailedError: a loss is not finite.
+      UsageError: `workdir` holds the checkpoints of another target, of another configuration or
+        data, or (without `resume`) any.
+      FailedError: a loss is not finite, or the run was told to stop.
     """
     teacher = as_teacher(target)
+    mesh = teacher.mesh
+    check_shape(config, teacher.config, mesh)
     draft = draft_config(config, teacher.config)
     run_info = {"target": teacher.identity, "config": to_json(config)}
+    run_info |= {"data": data} if data else {}
     steps, step_done = config.loop.steps, None
     if workdir is not None:
         step_done = check_resume(workdir, run_info, resume=resume, steps=steps)
-    optimizer = make_optimizer(config.optimizer, steps)
     if step_done is not None:  # what is loaded replaces it
         params = random_draft(teacher.config, draft, seed=0, identity="").stacked_params()
     else:
         params = initial_draft(teacher, batch_at, config) if initial is None else initial
-        params = jax.tree.map(jnp.copy, params)  # training donates its state
-    mesh = data_mesh()
-    _check_shape(config, teacher.config)
-    step = make_step(
-        optimizer,
-        mesh,
-        definition=teacher.definition,
-        r=draft.top_r,
-        weights=config.losses,
-        objective=config.objective,
-        dtype=teacher.dtype,
-        remat=config.remat,
-    )
-    state = DistillState(draft=params, opt_state=optimizer.init(params))
-    state, log = run(
-        replicate(state, mesh),
-        step_fn=partial(step, replicate(teacher.params, mesh)),
-        place=lambda batch: split_batch(batch, mesh),
-        batch_at=batch_at,
-        config=config.loop,
-        label="distill",
-        workdir=workdir,
-        resume=resume,
-        evaluate=None if evaluate is None else lambda s: evaluate(unreplicate(s.draft)),
-        run_info=run_info,
-    )
+    optimizer = make_optimizer(config.optimizer, steps)
+    options = loss_options(config, teacher.config)
+    options |= dict(definition=teacher.definition, dtype=teacher.dtype)
+    step = make_step(optimizer, accumulate=config.accumulate, ema=config.ema, **options)
+    with jax.set_mesh(mesh):
+        state, log = run(
+            _initial_state(params, optimizer, config, mesh),
+            step_fn=lambda state, placed: step(teacher.params, state, *placed),
+            batch_at=partial(_step_rows, batch_at, config, own_rows(mesh, config.batch_size)),
+            place=lambda rows: (place_rows(rows[0], mesh, config.batch_size), rows[1]),
+            config=config.loop,
+            label="distill",
+            workdir=workdir,
+            resume=resume,
+            measures=[*_norms(teacher, batch_at, config, options), *measures],
+            run_info=run_info,
+            tokens_per_step=lambda _: config.batch_size * config.seq_len,
+            rates=partial(_rates, step_flops(teacher.config, draft, config.seq_len).total),
+        )
     trained = draft_of_params(
-        unreplicate(state.draft),
+        jax.tree.map(jnp.asarray, on_host(_best(state))),
         layers=teacher.config.moe_layers,
         top_r=draft.top_r,
         identity=teacher.identity,
@@ -193,55 +129,70 @@ def distill(
     return trained, log
 
 
-def _check_shape(config: DistillConfig, model: ModelConfig) -> None:
-    """Refuses a batch that does not fit the target's context or divide over the devices."""
-    if config.seq_len > model.context:
-        raise UsageError(
-            f"seq_len is {config.seq_len}; expected at most the target's {model.context}"
-        )
-    devices = data_mesh().size
-    if config.batch_size % devices:
-        raise UsageError(
-            f"batch_size is {config.batch_size}; expected a multiple of the {devices} devices"
-        )
+def _initial_state(params: Params, optimizer: Any, config: DistillConfig, mesh: Any) -> Any:
+    """Draft parameters, optimizer and average on the mesh; copied, as training donates them."""
+    host = on_host(params)
+    average = host if config.ema else None
+    shapes = DistillState(
+        draft=host, opt_state=jax.eval_shape(optimizer.init, host), average=average
+    )
+    shardings = draft_shardings(shapes, mesh, split=config.split_draft)
+    placed = place(host, shardings.draft)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
+    kept = place(host, shardings.average) if config.ema else None
+    return DistillState(draft=placed, opt_state=opt_state, average=kept)
 
 
-@dataclass(frozen=True)
-class Data:
-    """Rows of a run: `batch_at` to train on, and held-out batches (maybe none)."""
-
-    batch_at: BatchAt
-    held_out: tuple[Batch, ...]
+def _best(state: DistillState) -> Params:
+    """What a run is for: the average, where there is one."""
+    return state.draft if state.average is None else state.average
 
 
-_HELD_OUT_ROWS = 64
+def _step_rows(batch_at: BatchAt, config: DistillConfig, rows: range, step: int) -> Any:
+    """This process's rows of a step's batch, and the step's loss weights."""
+    batch = dict(batch_at(step, rows))
+    if config.kv == "mixed":
+        block, seed = config.kv_block, config.seed
+        batch["blocks"] = draw_blocks(rows, config.seq_len, block=block, seed=seed, step=step)
+    return batch, config.loss_weights(step)
 
 
-def open_data(config: DistillConfig, target: Target) -> Data:
-    """The rows that `config.data` names, packed; of documents one in sixteen is held out.
+def _norms(
+    teacher: Teacher, batch_at: BatchAt, config: DistillConfig, options: dict[str, Any]
+) -> list[Measure]:
+    """The gradient norm of each loss by itself, always on the first batch."""
+    if not config.loop.norms_every or config.objective != "all":
+        return []
+    rows, norms = own_rows(teacher.mesh, config.batch_size), make_term_norms(**options)
 
-    Raises:
-      UsageError: there is no such data, or text for a target without a tokenizer.
-    """
-    folder, size = Path(config.data), config.batch_size
-    if config.data != "demo" and kind_of(folder) == "folder":
-        phases = [Phase(start=0, seq_len=config.seq_len, batch_size=size)]
-        stream = make_stream(folder, phases, seed=config.seed)
-        kinds = [row for _, row in heldout_rows(folder, config.seq_len, most=_HELD_OUT_ROWS // 8)]
-        parts = [kinds[start : start + size] for start in range(0, len(kinds), size)]
-        held = [{key: np.stack([r[key] for r in part]) for key in part[0]} for part in parts]
-        return Data(stream.batch_at, tuple(pad_rows(batch, size) for batch in held))
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name}: the folder has no tokenizer, and the data is text")
-    trained, held_out = split_documents(read_documents(config.data))
-    order = np.random.default_rng(config.seed).permutation(len(trained))
-    encoded = encode_documents([trained[i] for i in order], target.tokenizer)
-    rows = PackedRows(encoded, config.seq_len)
-    batches: tuple[Batch, ...] = ()
-    if held_out:
-        others = PackedRows(encode_documents(held_out, target.tokenizer), config.seq_len)
-        batches = tuple(others.batches(size, most=_HELD_OUT_ROWS))
-    return Data(partial(rows.batch_at, batch_size=size, seed=config.seed), batches)
+    def measure(state: DistillState) -> Metrics:
+        batch, _ = _step_rows(batch_at, config, rows, 0)
+        placed = place_rows(batch, teacher.mesh, config.batch_size)
+        found = jax.device_get(norms(teacher.params, state.draft, placed))
+        return {name: float(value) for name, value in found.items()}
+
+    return [Measure(config.loop.norms_every, measure)]
+
+
+def _rates(flops_per_token: float, tokens_per_second: float) -> Metrics:
+    """Operations a second of a device, and their share of its peak where that is known."""
+    achieved = flops_per_token * tokens_per_second / jax.device_count()
+    peak = peak_flops(jax.devices()[0])
+    return {"tflops_per_device": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
+
+
+def open_rows(config: DistillConfig, target: Target | Teacher) -> Data:
+    """The rows that `config.data` names, as `train.documents` opens them for this target."""
+    return open_data(
+        config.data,
+        target.tokenizer,
+        vocab_size=target.config.vocab_size,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        loss_on=config.loss_on,
+        text_column=config.text_column,
+    )
 
 
 @dataclass(frozen=True)
@@ -258,13 +209,16 @@ class Arguments:
     """auto continues from the newest checkpoint in OUT, if there is one; none refuses to."""
     dry_run: bool = False
     """Print what would be trained and the memory it takes, and stop."""
+    distributed: Distributed = "none"
+    """One of several processes: auto (SLURM, Kubernetes, TPU pods), or HOST:PORT,COUNT,INDEX."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
 
 
-ABOUT = """Train draft experts for a target. A config's data is a file of documents as JSON lines
-({"text": ...} or {"messages": [...]} a line, maybe .gz), a folder written by `python -m
-train.data`, or demo, dejax's own documents."""
+ABOUT = """Train draft experts for a target. A config's data is documents as JSON lines (maybe
+.gz) or Parquet, with text, messages, prompt and completion, or what `dejax generate --json` wrote:
+a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder written by `python -m
+train.data`; or demo, dejax's own documents."""
 
 
 def main(argv: list[str]) -> int:
@@ -274,61 +228,82 @@ def main(argv: list[str]) -> int:
     config = load_config(args.config, args.set)
     if not isinstance(config, DistillConfig):
         raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
-    use_cpu_devices(config.cpu_devices)
     check_data(config.data)
+    start_devices(config.cpu_devices, args.distributed)
+    mesh = make_mesh(config.mesh)
+    model = load_model_config(model_folder(config.target))
+    check_shape(config, model, mesh)
     if args.dry_run:
-        plan = _plan(config)
-        report(args.json, plan, lambda: _show_plan(config.target, plan))
+        plan = plan_distillation(model, config, mesh)
+        report(args.json, plan, lambda: show_plan(config.target, plan))
+        check_memory(plan)
         return 0
     out = args.out or Path("runs") / Path(args.config).stem
     check_output_folder(out)
-    result = _train(config, out, resume=args.resume == "auto")
-    report(args.json, result, lambda: _show(result))
+    result = _train(config, mesh, out, resume=args.resume == "auto")
+    if jax.process_index() == 0:
+        report(args.json, result, lambda: _show(result))
     return 0
 
 
-def check_data(data: str) -> None:
-    """Refuses, before anything is loaded, data that is not there."""
-    if data != "demo" and kind_of(data) != "folder":
-        existing_file(data, "documents as JSON lines, a folder of tokens, or the name demo")
-
-
-def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
+def _train(config: DistillConfig, mesh: Any, out: Path, *, resume: bool) -> dict[str, Any]:
     """Distills as configured, saves the draft under `out`, and tells how it went."""
-    folder = model_folder(config.target)
-    _check_shape(config, load_model_config(folder))
     check_draft_folder(out / "draft")
-    say(f"loading {config.target}")
-    target = load_target(config.target, dtype=config.dtype)
-    data = open_data(config, target)
-    target_config, teacher = target.config, as_teacher(target)
-    del target  # its arrays are copied: not held twice while training
-
-    def evaluate(params: Params) -> Metrics:
-        top_r = draft_config(config, teacher.config).top_r
-        metrics = teacher_forced(teacher, params, data.held_out, r=top_r)
-        return {f"heldout_{name}": value for name, value in metrics.items()}
-
+    teacher = load_teacher(config.target, mesh, dtype=config.dtype, compute=config.compute)
+    data = open_rows(config, teacher)
     make_folder(out)
     started = time.perf_counter()
+    held = partial(_held_out, teacher, data, config)
+    measures = [Measure(config.loop.eval_every, lambda state: held(_best(state)))]
+    measures += _decoding(config, teacher)
     draft, log = distill(
         teacher,
         data.batch_at,
         config,
         workdir=out,
         resume=resume,
-        evaluate=evaluate if data.held_out else None,
+        measures=measures if data.held_out else measures[1:],
+        data=data.fingerprint,
     )
-    result = {
-        "draft": save_draft(out / "draft", draft, target_config),
-        "target": teacher.identity,
-        "config": to_json(config),
-        "seconds": time.perf_counter() - started,
-        "log": log,
-    }
+    result = {"target": teacher.identity, "config": to_json(config), "log": log}
+    result["seconds"] = time.perf_counter() - started
     if data.held_out:
-        result["heldout"] = evaluate(draft.stacked_params())
+        result["heldout"] = held(draft.stacked_params())
+    if jax.process_index() == 0:
+        result["draft"] = save_draft(out / "draft", draft, teacher.config)
     return result
+
+
+def _held_out(teacher: Teacher, data: Data, config: DistillConfig, params: Params) -> Metrics:
+    """`teacher_forced` on held-out text."""
+    top_r = draft_config(config, teacher.config).top_r
+    metrics = teacher_forced(teacher, params, data.held_out, r=top_r)
+    return {f"heldout_{name}": value for name, value in metrics.items()}
+
+
+def _decoding(config: DistillConfig, teacher: Teacher) -> list[Measure]:
+    """Real decoding of held-out prompts by the first process, while the others wait."""
+    if not config.loop.decode_every:
+        return []
+    target: list[Target] = []
+
+    def measure(state: DistillState) -> Metrics:
+        params = on_host(_best(state))
+        if jax.process_index() != 0:
+            return {}
+        if not target:
+            target.append(load_target(config.target, dtype=config.dtype))
+        draft = draft_of_params(
+            jax.tree.map(jnp.asarray, params),
+            layers=teacher.config.moe_layers,
+            top_r=draft_config(config, teacher.config).top_r,
+            identity=teacher.identity,
+            training={},
+        )
+        found = in_loop(target[0], draft, read_prompts(DEMO_PROMPTS), max_new_tokens=64)
+        return {f"decode_{name}": found[name] for name in ("acceptance_rate", "tokens_per_round")}
+
+    return [Measure(config.loop.decode_every, measure)]
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -338,30 +313,3 @@ def _show(result: dict[str, Any]) -> None:
     names = ("kl", "agreement", "router_agreement", "prefetch_recall")
     row = [result["heldout"][f"heldout_{name}"] for name in names]
     print_table(f"{result['draft']}: held-out text", names, [row])
-
-
-def _plan(config: DistillConfig) -> dict[str, int]:
-    """Parameters, tokens and memory of a run, without reading a weight."""
-    model = load_model_config(model_folder(config.target))
-    _check_shape(config, model)
-    return plan_distillation(
-        model,
-        draft_config(config, model),
-        config.optimizer,
-        steps=config.loop.steps,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        dtype=jnp.dtype(config.dtype),
-        weights=config.losses,
-        objective=config.objective,
-        remat=config.remat,
-    )
-
-
-def _show_plan(target: str, plan: dict[str, int]) -> None:
-    rows = []
-    for name, value in plan.items():
-        words = name.replace("_", " ").removesuffix(" bytes")
-        shown = format_bytes(value) if name.endswith("_bytes") else f"{value:,}"
-        rows.append((f"memory: {words}" if name.endswith("_bytes") else words, shown))
-    print_table(f"plan: draft experts for {target}", ("what", "how much"), rows)

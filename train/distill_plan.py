@@ -3,35 +3,27 @@
 The step is compiled for arrays that do not exist, and XLA says what it needs: no weight is read.
 """
 
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dejax.config import DraftConfig, ModelConfig
-from dejax.model import Transformer
-from dejax.sharding import data_mesh
+from dejax.errors import UsageError
+from dejax.sharding import draft_shardings, row_sharding, target_shardings
+from infer.console import print_table
+from infer.units import format_bytes
+from train.distill_config import DistillConfig, draft_config, loss_options
 from train.distill_step import Batch, DistillState, make_step
-from train.optimizer import OptimizerConfig, make_optimizer
-from train.stacked import StackedDef, StackedParams, stack_target
+from train.flops import step_flops
+from train.optimizer import make_optimizer
+from train.stacked import StackedDef
+from train.teacher import abstract_target
 
-
-def abstract_target(config: ModelConfig, dtype: Any) -> tuple[StackedDef, StackedParams]:
-    """Definition and shapes of a stacked target, without arrays."""
-    definitions = []
-
-    def build() -> StackedParams:
-        model = Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
-        shape = (config.moe.num_experts, 3, config.moe.expert_width, config.width)
-        routed = {layer: jnp.zeros(shape, dtype) for layer in config.moe_layers}
-        definition, params = stack_target(model, routed)
-        definitions.append(definition)
-        return params
-
-    params = jax.eval_shape(build)
-    return definitions[0], params
+PER_DEVICE = ("target_bytes", "state_bytes", "batch_bytes", "step_bytes")
+"""Parts of a device's memory: weights, draft with optimizer, rows, and what a step takes beside."""
 
 
 def abstract_draft(config: ModelConfig, draft: DraftConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -43,54 +35,126 @@ def abstract_draft(config: ModelConfig, draft: DraftConfig) -> dict[str, jax.Sha
     }
 
 
-def abstract_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: DistillConfig) -> Batch:
     """Shapes of a batch of packed rows."""
     kinds: dict[str, Any] = dict.fromkeys(
         ("tokens", "targets", "segment_ids", "positions"), jnp.int32
     )
+    kinds |= {"blocks": jnp.int32} if config.kv == "mixed" else {}
     kinds["mask"] = jnp.float32
-    return {k: jax.ShapeDtypeStruct((batch_size, seq_len), kind) for k, kind in kinds.items()}
+    shape = (config.batch_size, config.seq_len)
+    return {key: jax.ShapeDtypeStruct(shape, kind) for key, kind in kinds.items()}
 
 
-def _size(tree: Any) -> tuple[int, int]:
-    """Elements and bytes of a tree of (abstract) arrays."""
-    leaves = jax.tree.leaves(tree)
-    counts = [int(np.prod(leaf.shape)) for leaf in leaves]
-    return sum(counts), sum(n * leaf.dtype.itemsize for n, leaf in zip(counts, leaves, strict=True))
+def abstract_step(
+    model: ModelConfig, config: DistillConfig, mesh: Any
+) -> tuple[StackedDef, Any, tuple[Any, ...]]:
+    """The target's definition, the jitted step, and the arguments it takes on a mesh, abstract."""
+    definition, params = abstract_target(model, jnp.dtype(config.dtype))
+    draft: Any = abstract_draft(model, draft_config(config, model))
+    optimizer = make_optimizer(config.optimizer, config.loop.steps)
+    opt_state = jax.eval_shape(optimizer.init, draft)
+    average = draft if config.ema else None
+    state = DistillState(draft=draft, opt_state=opt_state, average=average)
+    step = make_step(
+        optimizer,
+        accumulate=config.accumulate,
+        ema=config.ema,
+        definition=definition,
+        dtype=jnp.dtype(config.compute),
+        **loss_options(config, model),
+    )
+
+    def lying(tree, shardings):
+        return jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+            tree,
+            shardings,
+        )
+
+    batch = abstract_batch(config)
+    arguments = (
+        lying(params, target_shardings(params, mesh)),
+        lying(state, draft_shardings(state, mesh, split=config.split_draft)),
+        lying(batch, jax.tree.map(lambda _: row_sharding(mesh), batch)),
+        jax.ShapeDtypeStruct((4,), jnp.float32),
+    )
+    return definition, step, arguments
 
 
-def plan_distillation(
-    config: ModelConfig,
-    draft: DraftConfig,
-    optimizer_config: OptimizerConfig,
-    *,
-    steps: int,
-    batch_size: int,
-    seq_len: int,
-    dtype: Any,
-    **loss_options: Any,
-) -> dict[str, int]:
-    """Counts and bytes by name.
+def _count(tree: Any) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
-    `trained_params`, `frozen_params`, `tokens`; `target_bytes` (once more while it is loaded),
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of one device's part of a tree of abstract arrays."""
+    shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in jax.tree.leaves(tree))
+    return sum(int(np.prod(shape)) * leaf.dtype.itemsize for shape, leaf in shapes)
+
+
+def plan_distillation(model: ModelConfig, config: DistillConfig, mesh: Any) -> dict[str, Any]:
+    """Counts, and bytes of each device by part.
+
+    `trained_params`, `frozen_params`, `tokens`, `flops_per_token`, `devices`; `target_bytes`,
     `state_bytes` (draft parameters and optimizer), `batch_bytes`, and `step_bytes`, what the
     compiled step takes beside them.
     """
-    definition, params = abstract_target(config, dtype)
-    trained: Any = abstract_draft(config, draft)
-    optimizer = make_optimizer(optimizer_config, steps)
-    state = DistillState(draft=trained, opt_state=jax.eval_shape(optimizer.init, trained))
-    batch: Batch = abstract_batch(batch_size, seq_len)  # type: ignore[assignment]
-    step: Any = make_step(
-        optimizer, data_mesh(), definition=definition, r=draft.top_r, **loss_options
-    )
-    analysis = step.lower(params, state, batch).compile().memory_analysis()
+    _, step, arguments = abstract_step(model, config, mesh)
+    params, state, batch, _ = arguments
+    with jax.set_mesh(mesh):
+        analysis = step.lower(*arguments).compile().memory_analysis()
+    flops = step_flops(model, draft_config(config, model), config.seq_len)
     return {
-        "trained_params": _size(trained)[0],
-        "frozen_params": _size(params)[0],
-        "tokens": steps * batch_size * seq_len,
-        "target_bytes": _size(params)[1],
-        "state_bytes": _size(state)[1],
-        "batch_bytes": _size(batch)[1],
+        "trained_params": _count(state.draft),
+        "frozen_params": _count(params),
+        "tokens": config.loop.steps * config.batch_size * config.seq_len,
+        "flops_per_token": flops.total,
+        "devices": mesh.size,
+        "target_bytes": device_bytes(params),
+        "state_bytes": device_bytes(state),
+        "batch_bytes": device_bytes(batch),
         "step_bytes": int(analysis.temp_size_in_bytes) if analysis is not None else 0,
     }
+
+
+def device_memory() -> int:
+    """Bytes of a device's memory; virtual CPU devices share this machine's."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit:
+        return int(limit)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def check_memory(plan: dict[str, Any]) -> None:
+    """Refuses a plan that the devices have no room for.
+
+    Raises:
+      UsageError: with what it takes and what would help.
+    """
+    needed, there = sum(plan[part] for part in PER_DEVICE), device_memory()
+    if needed > there:
+        largest = max(PER_DEVICE, key=lambda part: plan[part])
+        help_ = {
+            "target_bytes": "split the target over more devices (mesh.fsdp, mesh.expert), or hold "
+            "it in dtype=bfloat16",
+            "state_bytes": "set split_draft=true, or a smaller draft.width",
+            "step_bytes": "set remat=layer, accumulate, or a smaller batch_size or seq_len",
+            "batch_bytes": "set a smaller batch_size",
+        }
+        raise UsageError(
+            f"the run takes {format_bytes(needed)} of each device, which has "
+            f"{format_bytes(there)}; {help_[largest]}"
+        )
+
+
+def show_plan(target: str, plan: dict[str, Any]) -> None:
+    """Prints a plan as a table."""
+    rows = []
+    for name, value in plan.items():
+        words = name.replace("_", " ").removesuffix(" bytes")
+        shown = format_bytes(value) if name.endswith("_bytes") else f"{value:,.0f}"
+        rows.append((f"memory of a device: {words}" if name in PER_DEVICE else words, shown))
+    total = sum(plan[part] for part in PER_DEVICE)
+    rows.append(("memory of a device: all", format_bytes(total)))
+    print_table(f"plan: draft experts for {target}", ("what", "how much"), rows)

@@ -13,30 +13,26 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dejax.config import ModelConfig
 from dejax.draft.expert import draft_output
-from dejax.draft.path import below_r, routed_output, top_r
+from dejax.draft.path import routed_output, routed_parts, top_r
 from dejax.model import (
     DecoderLayer,
     Params,
     Transformer,
-    attend_full,
     combine,
-    logits_of,
+    head_of,
     route,
 )
 from dejax.nn.router import Routing
 from dejax.pytree import pytree
-from dejax.sharding import add_shards, per_shard
+from dejax.sharding import split_rows
 from train.losses import (
-    LossWeights,
+    TERMS,
     Total,
     VocabularyTotals,
-    distillation_loss,
     residual_loss,
     router_loss,
     vocabulary_losses,
@@ -47,10 +43,14 @@ from train.stacked import (
     StackedParams,
     block_size,
     embed_outer,
+    layer_of,
     scan_layers,
 )
 
 Objective = Literal["all", "residual-local"]
+Remat = Literal["none", "products", "layer"]
+"""What a backward pass finds kept: everything, products with weights, or a layer's input alone."""
+
 Batch = dict[str, Any]
 """Packed rows, on the host or the device: the keys and shapes of `train.data.Batch`."""
 
@@ -60,11 +60,13 @@ class DistillState:
     """What a checkpoint holds: draft parameters and optimizer state, nothing of the target.
 
     Attributes:
-      draft: {"weights": [L, 3, F, D], "gamma": [L]}; opt_state: optax's, for these two alone.
+      draft: {"weights": [L, 3, F, D], "gamma": [L]}; opt_state: optax's, for these two alone;
+      average: exponential moving average of `draft`, or None.
     """
 
     draft: Params
     opt_state: Any
+    average: Params | None = None
 
 
 class LayerPair(NamedTuple):
@@ -95,31 +97,28 @@ class TargetHalf(NamedTuple):
     missing: Float[Array, "B T D"]
 
 
-def _routed(
-    h: Float[Array, "B T D"], chosen: Routing, stack: Array, config: ModelConfig
-) -> Float[Array, "B T D"]:
-    """`routed_output` with the block size that suits so many assignments."""
-    tokens, per_token = h.shape[0] * h.shape[1], max(chosen.ids.shape[-1], 1)
-    block = block_size(tokens, config, per_token=per_token)
-    return routed_output(h, chosen, stack, block=block, activation=config.moe.activation)
+def _grouped(h: Float[Array, "B T D"], per_token: int, config: ModelConfig) -> dict[str, Any]:
+    """Block size and activation for a grouped product of `per_token` experts a token."""
+    block = block_size(h.shape[0] * h.shape[1], config, per_token=max(per_token, 1))
+    return dict(block=block, activation=config.moe.activation)
 
 
 def target_half(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
     stack: Array,
-    positions: Int[Array, "B T"],
-    mask: Bool[Array, "B T T"],
+    sight: Sight,
+    windowed: Any,
     *,
     r: int,
     config: ModelConfig,
 ) -> TargetHalf:
     """One full MoE layer, its routed output split into the top r and the rest."""
-    x = attend_full(layer, x, positions=positions, mask=mask)
+    x = sight.attend(layer, x, windowed)
     h, routing, always = route(layer, x)
     assert routing is not None
-    kept = _routed(h, top_r(routing, r), stack, config)
-    missing = _routed(h, below_r(routing, r), stack, config)
+    options = _grouped(h, config.moe.top_k, config)
+    kept, missing = routed_parts(h, routing, stack, r=r, **options)
     return TargetHalf(combine(x, always, kept + missing), h, routing, missing)
 
 
@@ -145,18 +144,23 @@ class DraftHalf(NamedTuple):
 def draft_half(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
+    full: Float[Array, "B T D"],
     stack: Array,
-    positions: Int[Array, "B T"],
-    mask: Bool[Array, "B T T"],
+    sight: Sight,
+    windowed: Any,
     *,
     r: int,
     config: ModelConfig,
 ) -> DraftHalf:
-    """One MoE layer of the draft network, its draft expert left to the caller."""
-    x = attend_full(layer, x, positions=positions, mask=mask)
+    """One MoE layer of the draft network, its draft expert left to the caller.
+
+    `full` is the target's stream before the layer, which the draft sees where `sight` mixes.
+    """
+    x = sight.attend_draft(layer, x, full, windowed)
     h, routing, always = route(layer, x)
     assert routing is not None
-    return DraftHalf(x, h, routing, always, _routed(h, top_r(routing, r), stack, config))
+    kept = routed_output(h, top_r(routing, r), stack, **_grouped(h, r, config))
+    return DraftHalf(x, h, routing, always, kept)
 
 
 def paired_forward(
@@ -167,39 +171,60 @@ def paired_forward(
     *,
     r: int,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[Transformer, Float[Array, "B T D"], Float[Array, "B T D"], LayerPair]:
     """Outer model, the final residual streams of target and draft, and the layers' pairs.
 
     Args:
       draft: stacked draft parameters; None is the draft path without draft experts.
       r: routed experts that the draft path keeps.
-      remat: recompute each layer in the backward pass, for less memory.
+      remat: what of the draft's half of a layer the backward pass computes again, for less memory.
     """
-    sight, counted = Sight.of(definition.config, batch), batch["mask"]
+    config = definition.config
+    sight, counted = Sight.of(config, batch), batch["mask"]
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     x = jax.lax.stop_gradient(x)
-    options: Any = dict(r=r, config=definition.config)
 
-    def body(carry, pieces, mask):
+    def drafting(layer_params, stack, expert, drafted, full, windowed, missing, scores):
+        layer = layer_of(definition, layer_params)
+        half = draft_half(layer, drafted, full, stack, sight, windowed, r=r, config=config)
+        output = jnp.zeros_like(half.hidden)
+        if expert is not None:
+            output = draft_output(expert, half.hidden)
+        residual = residual_loss(output, missing, counted)
+        router = router_loss(scores, half.routing.scores, counted)
+        return half.finish(output), residual, router, half.routing.ids
+
+    if remat != "none":
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = products if remat == "products" else None
+        drafting = jax.checkpoint(drafting, policy=policy)
+
+    def body(carry, pieces, windowed):
         full, drafted = carry
         layer_params, stack, expert = pieces
-        layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        target = target_half(layer, full, stack, sight.positions, mask, **options)
-        draft_side = draft_half(layer, drafted, stack, sight.positions, mask, **options)
-        h = draft_side.hidden
-        output = jnp.zeros_like(h) if expert is None else draft_output(expert, h)
-        pair = LayerPair(
-            residual=residual_loss(output, target.missing, counted),
-            router=router_loss(target.routing.scores, draft_side.routing.scores, counted),
-            routes=target.routing.ids,
-            draft_routes=draft_side.routing.ids,
+        layer = layer_of(definition, layer_params)
+        target = target_half(layer, full, stack, sight, windowed, r=r, config=config)
+        drafted, residual, router, ids = drafting(
+            layer_params,
+            stack,
+            expert,
+            drafted,
+            full,
+            windowed,
+            target.missing,
+            target.routing.scores,
         )
-        return (target.x, draft_side.finish(output)), pair
+        pair = LayerPair(residual, router, routes=target.routing.ids, draft_routes=ids)
+        return (target.x, drafted), pair
 
-    body = jax.checkpoint(body) if remat else body
+    def dense(index, layer, carry):
+        full, drafted = carry
+        drafted = sight.dense_draft(config, index, layer, drafted, full)
+        return sight.dense(config, index, layer, full), drafted
+
     pieces = (params.layers, params.routed, draft)
-    (full, drafted), pairs = scan_layers(definition, outer, sight, body, (x, x), pieces)
+    (full, drafted), pairs = scan_layers(definition, outer, body, dense, (x, x), pieces)
     return outer, full, drafted, pairs
 
 
@@ -216,19 +241,18 @@ def local_residual(
 
     The cheap first stage: layers are independent and no gradient passes through depth.
     """
-    sight = Sight.of(definition.config, batch)
+    sight, config = Sight.of(definition.config, batch), definition.config
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
 
-    def body(full, pieces, mask):
+    def body(full, pieces, windowed):
         layer_params, stack, expert = pieces
-        layer: DecoderLayer = nnx.merge(definition.layer, layer_params)
-        options: Any = dict(r=r, config=definition.config)
-        half = target_half(layer, full, stack, sight.positions, mask, **options)
+        layer = layer_of(definition, layer_params)
+        half = target_half(layer, full, stack, sight, windowed, r=r, config=config)
         output = draft_output(expert, jax.lax.stop_gradient(half.hidden))
         return jax.lax.stop_gradient(half.x), residual_loss(output, half.missing, batch["mask"])
 
-    pieces = (params.layers, params.routed, draft)
-    return scan_layers(definition, outer, sight, body, x, pieces)[1]
+    dense, pieces = partial(sight.dense, config), (params.layers, params.routed, draft)
+    return scan_layers(definition, outer, body, dense, x, pieces)[1]
 
 
 def compare_vocabulary(
@@ -237,17 +261,18 @@ def compare_vocabulary(
     drafted: Float[Array, "B T D"],
     batch: Batch,
     *,
+    weights: Any = (1.0, 0.0),
     temperature: float = 1.0,
     chunk: int = 512,
-) -> VocabularyTotals:
+) -> tuple[Float[Array, ""], VocabularyTotals]:
     """`vocabulary_losses` of two final residual streams."""
-    width = full.shape[-1]
     return vocabulary_losses(
-        partial(logits_of, outer),
-        full.reshape(-1, width),
-        drafted.reshape(-1, width),
-        batch["targets"].reshape(-1),
-        batch["mask"].reshape(-1),
+        jax.lax.stop_gradient(head_of(outer)),
+        outer.norm(full),
+        outer.norm(drafted),
+        batch["targets"],
+        batch["mask"],
+        weights=weights,
         temperature=temperature,
         chunk=chunk,
     )
@@ -268,74 +293,119 @@ def loss_fn(
     draft: Params,
     params: StackedParams,
     batch: Batch,
+    weights: Float[Array, "4"],
     *,
     definition: StackedDef,
     r: int,
-    weights: LossWeights,
+    temperature: float = 1.0,
     objective: Objective = "all",
     dtype: Any = jnp.float32,
-    remat: bool = False,
-    add: Callable[[Any], Any] = lambda tree: tree,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """A batch's part of the objective, and what a step reports of the whole.
+    """The objective of a batch, and what a step reports.
 
-    `add` sums over the shards of a batch (default: there is one). Sums are the shard's own and
-    counts the whole's, so that the parts of all shards add up to the objective.
+    `weights` are those of logit, token, residual and router loss (`LossWeights.vector`).
     """
-    of_whole = partial(_of_whole, add=add)
     if objective == "residual-local":
         residual = local_residual(definition, params, draft, batch, r=r, dtype=dtype)
-        loss = of_whole(residual).mean.mean()
-        return loss, add({"loss": loss, "residual": loss})
+        loss = residual.mean.mean()
+        return loss, {"loss": loss, "residual": loss}
     outer, full, drafted, pairs = paired_forward(
         definition, params, draft, batch, r=r, dtype=dtype, remat=remat
     )
-    vocabulary = compare_vocabulary(outer, full, drafted, batch, temperature=weights.temperature)
-    overlap = route_overlap(pairs, batch["mask"])[0]
-    vocabulary, residual, router, overlap = of_whole(
-        (vocabulary, pairs.residual, pairs.router, overlap)
+    summed, vocabulary = compare_vocabulary(
+        outer, full, drafted, batch, weights=weights[:2], temperature=temperature
     )
-    loss = distillation_loss(vocabulary, residual, router, weights)
+    residual, router = pairs.residual.mean.mean(), pairs.router.mean.mean()
+    loss = Total(summed, vocabulary.logit.count).mean
+    loss = loss + weights[2] * residual + weights[3] * router
     metrics = {
         "loss": loss,
         "kl": vocabulary.logit.mean,
         "token": vocabulary.token.mean,
-        "residual": residual.mean.mean(),
-        "router": router.mean.mean(),
+        "residual": residual,
+        "router": router,
         "agreement": vocabulary.agreement.mean,
-        "router_agreement": overlap.mean,
+        "router_agreement": route_overlap(pairs, batch["mask"])[0].mean,
     }
-    return loss, add(metrics)
+    return loss, metrics
 
 
-def _of_whole(totals: Any, *, add: Callable[[Any], Any]) -> Any:
-    """Totals of a shard over the counts of the whole batch."""
-    is_total = lambda node: isinstance(node, Total)  # noqa: E731
-    return jax.tree.map(lambda total: Total(total.sum, add(total.count)), totals, is_leaf=is_total)
+def _micro_batches(batch: Batch, count: int) -> Batch:
+    """A batch as `count` smaller ones [count, B / count, T], each with rows of every device."""
+
+    def split(a):
+        return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
+
+    return jax.tree.map(split, batch)
+
+
+def gradients(
+    loss: Callable[..., Any], trained: Params, batch: Batch, *args: Any, accumulate: int = 1
+) -> tuple[Any, dict[str, Array]]:
+    """Gradient and metrics of `loss(trained, batch, *args)` over a batch.
+
+    With `accumulate`, over so many smaller batches in turn, each weighted by the tokens it counts.
+    """
+    grad = jax.value_and_grad(loss, has_aux=True)
+    if accumulate == 1:
+        (_, metrics), grads = grad(trained, batch, *args)
+        return grads, metrics
+    total = jnp.maximum(batch["mask"].sum(), 1)
+
+    def step(sums, part):
+        (_, metrics), grads = grad(trained, jax.tree.map(split_rows, part), *args)
+        share = part["mask"].sum() / total
+        return jax.tree.map(lambda a, b: a + share * b, sums, (grads, metrics)), None
+
+    parts = _micro_batches(batch, accumulate)
+    first = jax.tree.map(lambda a: a[0], parts)
+    shapes = jax.eval_shape(lambda part: grad(trained, part, *args), first)
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[1], shapes[0][1]))
+    return jax.lax.scan(step, zero, parts)[0]
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, mesh: Mesh, **loss_options: Any
-) -> Callable[[StackedParams, DistillState, Batch], tuple[DistillState, dict[str, Array]]]:
-    """The jitted step (target, state, batch) -> (state, metrics); the state is donated.
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    ema: float = 0.0,
+    **loss_options: Any,
+) -> Callable[..., tuple[DistillState, dict[str, Array]]]:
+    """The jitted step (target, state, batch, loss weights) -> (state, metrics); state is donated.
 
-    Data-parallel over `mesh`. The target is an argument, not a constant of the compiled program.
-    `loss_options` are those of `loss_fn`.
+    It runs on the mesh that is entered around it, and its state stays where it lies. The target is
+    an argument, not a constant of the compiled program. `loss_options` are those of `loss_fn`.
     """
-    loss = partial(loss_fn, add=add_shards, **loss_options)
-
-    def gradients(whole: tuple[Params, StackedParams], batch: Batch):
-        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(*whole, batch)
-        return add_shards(grads), metrics
-
-    sharded = per_shard(gradients, mesh)
 
     @partial(jax.jit, donate_argnums=1)
-    def step(params: StackedParams, state: DistillState, batch: Batch):
-        grads, metrics = sharded((state.draft, params), batch)
+    def step(params: StackedParams, state: DistillState, batch: Batch, weights: Array):
+        def loss(draft, batch):
+            return loss_fn(draft, params, batch, weights, **loss_options)
+
+        grads, metrics = gradients(loss, state.draft, batch, accumulate=accumulate)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
         metrics["grad_norm"] = optax.global_norm(grads)
         draft: Any = optax.apply_updates(state.draft, updates)
-        return DistillState(draft=draft, opt_state=opt_state), metrics
+        average = state.average
+        if average is not None:
+            average = optax.incremental_update(draft, average, 1 - ema)
+        return DistillState(draft=draft, opt_state=opt_state, average=average), metrics
 
     return step
+
+
+def make_term_norms(**loss_options: Any) -> Callable[..., dict[str, Array]]:
+    """The jitted (target, draft, batch) -> gradient norm of each of the four losses by itself."""
+
+    @jax.jit
+    def norms(params: StackedParams, draft: Params, batch: Batch):
+        def norm(weights):
+            loss = partial(loss_fn, **loss_options)
+            grads = jax.grad(lambda d: loss(d, params, batch, weights)[0])(draft)
+            return optax.global_norm(grads)
+
+        values = jax.lax.map(norm, jnp.eye(4))
+        return {f"grad_norm_{name}": values[i] for i, name in enumerate(TERMS)}
+
+    return norms

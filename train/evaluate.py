@@ -20,7 +20,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.paths import existing_file
+from dejax.sharding import on_host
 from dejax.target import Target, load_target, read_outline
 from infer.arguments import (
     DraftSpec,
@@ -41,10 +41,12 @@ from infer.report import stats
 from train.beside_original import beside_original
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
+from train.document_files import HUB, find_files
 from train.losses import Total
-from train.packed_rows import PackedRows, encode_documents, read_documents, split_documents
+from train.packed_rows import PackedRows, split_documents
 from train.stacked import StackedDef, StackedParams
 from train.teacher import Teacher, as_teacher
+from train.token_cache import check_vocabulary, open_documents
 
 ROUND_ROWS = 5
 """Rows of a verification in the teacher-forced prefetch figures: one pending, four drafted."""
@@ -94,7 +96,7 @@ def _batch_totals(
 ) -> dict[str, Total]:
     """Every total of one batch."""
     outer, full, drafted, pairs = paired_forward(definition, params, draft, batch, r=r, dtype=dtype)
-    vocabulary = compare_vocabulary(outer, full, drafted, batch)
+    _, vocabulary = compare_vocabulary(outer, full, drafted, batch)
     overlap, first = route_overlap(pairs, batch["mask"])
     recall, precision = prefetch_overlap(
         pairs, batch["segment_ids"], experts=definition.config.moe.num_experts, r=r, rows=rows
@@ -142,10 +144,17 @@ def teacher_forced(
     teacher = as_teacher(target)
     sums: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for batch in batches:
-        totals = _batch_totals(
-            teacher.definition, teacher.params, draft, batch, r=r, rows=rows, dtype=teacher.dtype
-        )
-        for name, total in jax.device_get(totals).items():
+        with jax.set_mesh(teacher.mesh):
+            totals = _batch_totals(
+                teacher.definition,
+                teacher.params,
+                draft,
+                batch,
+                r=r,
+                rows=rows,
+                dtype=teacher.dtype,
+            )
+        for name, total in on_host(totals).items():
             part = np.asarray(total.sum, np.float64), np.asarray(total.count, np.float64)
             old = sums.get(name, (0.0, 0.0))
             sums[name] = old[0] + part[0], old[1] + part[1]
@@ -173,9 +182,7 @@ def all_arms(
     results = {}
     with progress("evaluate", len(ranks) + 2 + (draft is not None), "arms") as bar:
         with bar.aside("compiling, and averaging what top-1 leaves out"):
-            constant = mean_missing(
-                teacher.definition, teacher.params, calibration, r=1, dtype=teacher.dtype
-            )
+            constant = mean_missing(teacher, calibration, r=1)
         arms: dict[str, tuple[Params | None, int]] = {"shared only": (None, 0)}
         arms |= {f"top-{r}": (None, r) for r in ranks}
         arms["top-1 + mean"] = constant, 1
@@ -198,8 +205,10 @@ def in_loop(
 
 
 def documents(text: str) -> str:
-    """`--data`: a file of documents, or `demo`."""
-    return text if text == "demo" else str(existing_file(text, "JSON lines, or the name demo"))
+    """`--data`: the name of a source of documents."""
+    if not text.startswith(HUB):
+        find_files(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,8 @@ class Arguments:
     """A Hugging Face folder, a converted folder, or tiny."""
     draft: DraftSpec
     """The draft experts: a folder from `dejax distill`, or untrained ones."""
-    data: Annotated[str, ParsedBy(documents, "FILE|demo")] = "demo"
-    """Documents as JSON lines ({"text": ...} or {"messages": [...]} a line), or the demo's."""
+    data: Annotated[str, ParsedBy(documents, "DATA")] = "demo"
+    """Documents: JSON lines or Parquet, a folder or pattern of them, hub:NAME, or the demo's."""
     original: Model | None = None
     """The model that MODEL was converted from, to tell what its quantised experts cost."""
     prompts: InputFile | None = None
@@ -257,15 +266,13 @@ def evaluation_rows(
     target: Target, data: str, *, seq_len: int, batch_size: int, most: int | None
 ) -> tuple[list[Batch], list[Batch]]:
     """Rows to score, and as many others (where there are) to calibrate the mean on."""
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name}: the folder has no tokenizer, and the data is text")
-    documents = read_documents(data)
-    trained, held = split_documents(documents)
+    documents = open_documents(data, target.tokenizer)
+    check_vocabulary(data, documents, target.config.vocab_size)
+    trained, held = split_documents(len(documents))
     if data != "demo":
-        trained, held = documents[::2], documents[1::2] or documents
-    scored, other = (
-        PackedRows(encode_documents(part, target.tokenizer), seq_len) for part in (held, trained)
-    )
+        places = np.arange(len(documents))
+        trained, held = places[::2], places[1::2] if len(places) > 1 else places
+    scored, other = (PackedRows(documents, part, seq_len=seq_len) for part in (held, trained))
     batches = list(scored.batches(batch_size, most=most))
     return batches, list(other.batches(batch_size, most=len(batches) * batch_size))
 

@@ -6,47 +6,56 @@ with another schedule, which is told; not with settings that would make it anoth
 """
 
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from dejax.errors import FailedError, UsageError
 from dejax.paths import kind_of
 from infer.console import progress, say
+from train.metrics import Metrics, MetricsFile
+from train.preemption import watch_for_stop
 
-Metrics = dict[str, int | float]
 StepFn = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 Resume = Literal["auto", "none"]
 
 MOST_DEVICES = 256
 """Virtual CPU devices that a run may ask for: JAX makes them all at once, when it starts."""
 
-_MAY_CHANGE = ("loop", "phases", "optimizer", "cpu_devices", "remat")
+_MAY_CHANGE = ("loop", "phases", "optimizer", "cpu_devices", "mesh", "remat", "split_draft")
 """What of a configuration a resumed run may have otherwise: how long, how fast, on what."""
 _MAY_NOT = ("optimizer.kind",)
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long to train and how often to speak, evaluate and save (0 = never)."""
+    """How long to train and how often to speak, evaluate and save (0 = never).
+
+    Attributes:
+      norms_every: each loss by itself, for the norm of its gradient; decode_every: real decoding of
+      held-out prompts. All that is measured needs a logged step.
+    """
 
     steps: int
     log_every: int = 10
     eval_every: int = 0
+    norms_every: int = 0
+    decode_every: int = 0
     save_every: int = 0
     keep: int = 2
 
     def __post_init__(self):
         if self.steps < 1:
             raise UsageError(f"loop.steps is {self.steps}; expected 1 or more")
-        if min(self.log_every, self.eval_every, self.save_every) < 0 or self.log_every == 0:
+        measured = (self.eval_every, self.norms_every, self.decode_every)
+        if min(self.save_every, *measured) < 0 or self.log_every < 1:
             raise UsageError("loop: intervals must be 0 or more, and log_every at least 1")
         if self.keep < 1:
             raise UsageError(f"loop.keep is {self.keep}; expected 1 or more")
@@ -136,13 +145,16 @@ def _changes(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield from _changes(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
 
 
-def _check_finite(metrics: Metrics, step: int) -> None:
-    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
-    if bad:
-        raise FailedError(
-            f"step {step}: {', '.join(bad)} is not finite; lower the learning rate, or resume from "
-            "the last checkpoint with other data"
-        )
+@dataclass(frozen=True)
+class Measure:
+    """Something measured on the way, every so many steps (0 = never) and at the end.
+
+    Attributes:
+      of: state -> metrics, called by all processes.
+    """
+
+    every: int
+    of: Callable[[Any], Metrics]
 
 
 def run(
@@ -150,64 +162,144 @@ def run(
     *,
     step_fn: StepFn,
     batch_at: Callable[[int], Any],
+    place: Callable[[Any], Any] = jax.device_put,
     config: LoopConfig,
     label: str,
     workdir: Path | None = None,
     resume: bool = False,
-    evaluate: Callable[[Any], Metrics] | None = None,
+    measures: Sequence[Measure] = (),
     run_info: dict[str, Any] | None = None,
-    place: Callable[[Any], Any] = jax.device_put,
+    tokens_per_step: Callable[[Any], int] = lambda batch: batch["tokens"].size,
+    rates: Callable[[float], Metrics] = lambda tokens_per_second: {},
 ) -> tuple[Any, list[Metrics]]:
     """Trains to `config.steps` and returns the final state and the metrics log.
+
+    Every process of a run calls this with the same arguments; the first one speaks and writes.
 
     Args:
       state: pytree with the trained parameters and the optimizer state (donated to each step).
       step_fn: jitted (state, batch) -> (state, metrics).
-      batch_at: step (from 0) -> batch of host arrays, its `tokens` counted for the rate.
+      batch_at: step (from 0) -> batch of host arrays; place: puts it on the devices.
       label: what the progress line calls the run.
-      workdir: where metrics.jsonl and checkpoints go; None keeps everything in memory.
+      workdir: where metrics, TensorBoard's files and checkpoints go; None keeps all in memory.
       resume: continue from the newest checkpoint in `workdir`, if there is one.
-      place: puts a batch on the devices.
       run_info: what the checkpoints say about the run (its resolved configuration).
+      tokens_per_step: tokens of a batch, for the rate; rates: what else follows from that rate.
 
     Raises:
-      FailedError: a metric is not finite.
+      FailedError: a metric is not finite, or the run was told to stop (its checkpoint is saved).
     """
-    first, log = 0, []
-    saver = None if workdir is None else checkpointer(workdir, config.keep)
-    if saver is not None and resume and saver.latest is not None:
-        first = saver.latest.step
-        state = saver.load(first, state)
-    started, tokens = time.perf_counter(), 0
-    with progress(label, config.steps, "steps", done=first) as bar:
+    first, log, clock = 0, [], _Clock()
+    saver = None if workdir is None else _Saver(workdir, config, run_info)
+    if saver is not None and resume:
+        first, state = saver.newest(state)
+    with contextlib.ExitStack() as stack:
+        if saver is not None:
+            stack.callback(saver.close)
+        stop_after = stack.enter_context(watch_for_stop())
+        written = stack.enter_context(MetricsFile(workdir, first=first))
+        bar = stack.enter_context(progress(label, config.steps, "steps", done=first))
         for step in range(first + 1, config.steps + 1):
-            batch = batch_at(step - 1)
+            last, shown = step == config.steps, {}
+            with clock.of("data"):
+                batch = batch_at(step - 1)
+                placed = place(batch)
             compiles = step == first + 1
             with bar.aside("compiling", 1) if compiles else contextlib.nullcontext():
-                state, metrics = step_fn(state, place(batch))
-                jax.block_until_ready(metrics)  # the rate shown is that of finished steps
-            tokens += batch["tokens"].size
-            last = step == config.steps
-            shown = {}
-            if step % config.log_every == 0 or last:
-                row = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                _check_finite(row, step)
-                elapsed = time.perf_counter() - started
-                shown = {"loss": row["loss"], "tokens/s": tokens / elapsed}
-                row |= {"step": step, "tokens_per_second": tokens / elapsed}
-                if evaluate and _due(config.eval_every, step, last):
-                    row |= evaluate(state)
+                with clock.of("compile" if compiles else "step"):
+                    state, metrics = step_fn(state, placed)
+                    jax.block_until_ready(metrics)  # the rate shown is that of finished steps
+            clock.tokens += 0 if compiles else tokens_per_step(batch)
+            stopping = stop_after(step)
+            logged = step % config.log_every == 0 or last
+            saves = saver is not None and (stopping or _due(config.save_every, step, last))
+            if logged or saves:
+                row: Metrics = {name: float(v) for name, v in jax.device_get(metrics).items()}
+                _check_finite(row, step, saver)
+            if logged:
+                shown = {"loss": row["loss"]}
+                with clock.of("evaluation"):
+                    for measure in measures:
+                        row |= measure.of(state) if _due(measure.every, step, last) else {}
+            if saves:
+                assert saver is not None
+                with clock.of("saving"):
+                    saver.save(step, state)
+            if logged:
+                rate = clock.tokens / clock.seconds["step"] if clock.tokens else 0.0
+                shown |= {"tokens/s": rate} if rate else {}
+                row |= {"step": step} | clock.metrics() | (rates(rate) if rate else {})
                 log.append(row)
-                if workdir is not None:
-                    with (workdir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-                started, tokens = time.perf_counter(), 0
-            if saver is not None and _due(config.save_every, step, last):
-                saver.save(step, state, custom_metadata=run_info, overwrite=True)
+                written.write(row)
+                clock = _Clock()
             bar.advance(1, **shown)
-    if saver is not None:
-        saver.close()
+            if stopping and not last:
+                assert saver is not None or workdir is None
+                saved = "its checkpoint is saved: the same command goes on from there"
+                raise FailedError(
+                    f"{label}: told to stop, after step {step} of {config.steps}; "
+                    + (saved if saver else "nothing is saved")
+                )
     return state, log
+
+
+class _Clock:
+    """Where the time since the last row of metrics went, in seconds."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(("data", "compile", "step", "evaluation", "saving"), 0.0)
+        self.tokens = 0
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Books the time within under `what`."""
+        began = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - began
+
+    def metrics(self) -> Metrics:
+        """Seconds by use, and the rate of finished steps (compilation left out)."""
+        rate = self.tokens / self.seconds["step"] if self.tokens else 0.0
+        spent = {f"seconds_{name}": value for name, value in self.seconds.items()}
+        return {"tokens_per_second": rate} | spent
+
+
+class _Saver:
+    """Checkpoints of a run: written in the background, the last `keep` of them kept."""
+
+    def __init__(self, workdir: Path, config: LoopConfig, info: dict[str, Any] | None):
+        self._orbax, self._info = checkpointer(workdir, config.keep), info
+        self.last_good: int | None = None
+
+    def newest(self, state: Any) -> tuple[int, Any]:
+        """Step and state of the newest whole checkpoint, laid out as `state`; (0, state) if none.
+
+        The arrays go where those of `state` lie, whatever mesh they were saved from.
+        """
+        if self._orbax.latest is None:
+            return 0, state
+        self.last_good = self._orbax.latest.step
+        return self.last_good, self._orbax.load(self.last_good, state)
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to save; the state may be donated to the next step at once."""
+        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
+        self._orbax.save_async(step, copied, custom_metadata=self._info, overwrite=True)
+        self.last_good = step
+
+    def close(self) -> None:
+        """Waits until what was begun is on disk."""
+        self._orbax.close()
+
+
+def _check_finite(metrics: Metrics, step: int, saver: _Saver | None) -> None:
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        good = "none" if saver is None or saver.last_good is None else saver.last_good
+        raise FailedError(
+            f"step {step}: {', '.join(bad)} is not finite (last good checkpoint: {good}); lower "
+            "the learning rate, or resume from there with other data"
+        )
 
 
 def _due(every: int, step: int, last: bool) -> bool:

@@ -7,13 +7,16 @@ its routers. What comes from the target is a constant to all of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from dejax.errors import UsageError
+from dejax.sharding import VocabularyPart, over_vocabulary
 
 
 class Total(NamedTuple):
@@ -102,6 +105,10 @@ def load_balance(
 # --- distillation ----------------------------------------------------------------------------
 
 
+TERMS = ("logit", "token", "residual", "router")
+"""The four losses, in the order of a vector of weights."""
+
+
 @dataclass(frozen=True)
 class LossWeights:
     """Weights of the four distillation losses, and the temperature of the logit loss."""
@@ -118,6 +125,10 @@ class LossWeights:
             raise UsageError(f"losses: weights are {weights}; expected none below 0, not all 0")
         if self.temperature <= 0:
             raise UsageError(f"losses: temperature is {self.temperature}; expected > 0")
+
+    def vector(self) -> Float[np.ndarray, "4"]:
+        """The four weights in the order of `TERMS`."""
+        return np.array([getattr(self, term) for term in TERMS], np.float32)
 
 
 class VocabularyTotals(NamedTuple):
@@ -137,45 +148,141 @@ class VocabularyTotals(NamedTuple):
 
 
 def vocabulary_losses(
-    logits_fn: Callable[[Float[Array, "N D"]], Float[Array, "N V"]],
-    teacher: Float[Array, "N D"],
-    student: Float[Array, "N D"],
-    targets: Int[Array, " N"],
-    mask: Float[Array, " N"],
+    head: Float[Array, "V D"],
+    teacher: Float[Array, "B T D"],
+    student: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
     *,
+    weights: Any = (1.0, 0.0),
     temperature: float = 1.0,
     chunk: int = 512,
-) -> VocabularyTotals:
+) -> tuple[Float[Array, ""], VocabularyTotals]:
     """Everything that compares the logits of the target (`teacher`) and of the draft (`student`).
 
-    Logits are made a chunk of rows at a time, from the final residual streams, and again in the
-    backward pass. Gradients reach `student` through `logit`, `token` and `draft` alone.
+    Logits are made from the normed final residual streams a chunk of rows at a time, once: the
+    gradient of the objective is taken in the same sweep. On a mesh every device makes the logits of
+    its own part of the vocabulary, for all rows of its group; the head is never gathered.
+
+    Args:
+      head: output embedding, a constant.
+      weights: of the logit and the token loss in the objective; numbers or a traced pair.
+      chunk: rows of this device whose logits are held at a time.
+
+    Returns:
+      weights[0] * the sum behind `logit` + weights[1] * that behind `token`, which alone carries a
+      gradient, and to `student` alone; and the totals.
     """
+    kind = jnp.promote_types(student.dtype, jnp.float32)
+    pair = jnp.asarray(weights, kind)
+    rows = jax.lax.stop_gradient((teacher, targets, mask))
+    options = (float(temperature), chunk)
+    objective, sums = _compared(options, student, head, pair, rows)
+    count = mask.sum().astype(kind)
+    totals = (Total(sums[i], count) for i in range(len(VocabularyTotals._fields)))
+    return objective, VocabularyTotals(*totals)
 
-    def piece(h_teacher, h_student, target, weight):
-        full = jax.lax.stop_gradient(logits_fn(h_teacher))
-        draft = logits_fn(h_student)
-        best = jnp.argmax(full, axis=-1)
-        log_full, log_draft = jax.nn.log_softmax(full), jax.nn.log_softmax(draft)
-        if temperature == 1.0:
-            soft_full, soft_draft = log_full, log_draft
-        else:
-            soft_full = jax.nn.log_softmax(full / temperature)
-            soft_draft = jax.nn.log_softmax(draft / temperature)
-        kl = temperature**2 * jnp.sum(jnp.exp(soft_full) * (soft_full - soft_draft), axis=-1)
-        columns = [
-            kl,
-            -jnp.take_along_axis(log_draft, best[:, None], axis=-1)[:, 0],
-            (best == jnp.argmax(draft, axis=-1)).astype(kl.dtype),
-            -jnp.take_along_axis(log_full, target[:, None], axis=-1)[:, 0],
-            -jnp.take_along_axis(log_draft, target[:, None], axis=-1)[:, 0],
-        ]
-        return jnp.sum(jnp.stack(columns) * weight.astype(kl.dtype), axis=-1)
 
-    teacher = jax.lax.stop_gradient(teacher)
-    sums = over_chunks(piece, teacher, student, targets, mask, chunk=chunk)
-    count = mask.sum().astype(sums.dtype)
-    return VocabularyTotals(*(Total(sums[i], count) for i in range(len(VocabularyTotals._fields))))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compared(options, student, head, weights, rows):
+    """The objective and the five sums; `_sweep` without the gradient."""
+    return _sweep(options, student, head, weights, rows, with_gradient=False)[:2]
+
+
+def _compared_fwd(options, student, head, weights, rows):
+    objective, sums, gradient = _sweep(options, student, head, weights, rows, with_gradient=True)
+    return (objective, sums), (gradient, head, weights, rows)
+
+
+def _compared_bwd(options, residual, cotangents):
+    gradient, *constants = residual
+    return (cotangents[0] * gradient).astype(gradient.dtype), *(None for _ in constants)
+
+
+_compared.defvjp(_compared_fwd, _compared_bwd)
+
+
+def _sweep(options, student, head, weights, rows, *, with_gradient):
+    """The objective, the five sums [5], and the objective's gradient [B, T, D] (or zeros [B])."""
+    temperature, chunk = options
+
+    def local(part: VocabularyPart, head, rows, weights):
+        student, teacher, targets, mask = rows
+        width, (batch, length) = student.shape[-1], student.shape[:2]
+        flat = (student.reshape(-1, width), teacher.reshape(-1, width))
+        flat = (*flat, targets.reshape(-1), mask.reshape(-1))
+        size = min(chunk, batch * length)
+        count = -(-batch * length // size)
+
+        def split(a):
+            pad = [(0, count * size - len(a))] + [(0, 0)] * (a.ndim - 1)
+            return jnp.pad(a, pad).reshape(count, size, *a.shape[1:])
+
+        def step(sums, piece):
+            columns, slope = _compare_rows(
+                part, head, *map(part.gather, piece), weights, temperature, with_gradient
+            )
+            return sums + columns, part.scatter(slope) if with_gradient else 0.0
+
+        zero = jnp.zeros(len(VocabularyTotals._fields), weights.dtype)
+        sums, slopes = jax.lax.scan(step, zero, tuple(map(split, flat)))
+        sums = part.total(sums)
+        if not with_gradient:
+            return sums, jnp.zeros(batch, student.dtype)
+        gradient = slopes.reshape(-1, width)[: batch * length]
+        return sums, gradient.reshape(student.shape).astype(student.dtype)
+
+    sums, gradient = over_vocabulary(local, head, (student, *rows), weights, out_rows=(False, True))
+    return weights[0] * sums[0] + weights[1] * sums[1], sums, gradient
+
+
+def _compare_rows(part, head, student, teacher, targets, mask, weights, temperature, with_gradient):
+    """The five sums of some rows, and each row's gradient of the objective ([N, D], this part's).
+
+    d KL_T / d logits = (softmax(draft / T) - softmax(full / T)) / T, times T^2; d CE / d logits =
+    softmax(draft) - one-hot.
+    """
+    kind = weights.dtype
+    product = partial(jnp.einsum, "nd,vd->nv", preferred_element_type=kind)
+    table = head.astype(student.dtype)
+    full, draft = product(teacher, table), product(student, table)
+    ids = part.first + jnp.arange(len(head), dtype=targets.dtype)
+    mask = mask.astype(kind)
+
+    def log_law(logits):
+        top = part.most(logits.max(axis=-1, keepdims=True))
+        return logits - top - jnp.log(part.add(jnp.exp(logits - top).sum(-1, keepdims=True)))
+
+    def best(logits):  # the lowest id of the largest logit, wherever it lies
+        local = logits.argmax(axis=-1)
+        value = jnp.take_along_axis(logits, local[:, None], axis=-1)[:, 0]
+        here = value == part.most(value)
+        return -part.most(jnp.where(here, -(part.first + local), -(2**31 - 1)))
+
+    def at(law, wanted):
+        return part.add(jnp.where(ids == wanted[:, None], law, 0).sum(axis=-1))
+
+    log_full, log_draft = log_law(full), log_law(draft)
+    if temperature == 1.0:
+        soft_full, soft_draft = log_full, log_draft
+    else:
+        soft_full, soft_draft = log_law(full / temperature), log_law(draft / temperature)
+    most_likely = best(full)
+    kl = part.add(jnp.sum(jnp.exp(soft_full) * (soft_full - soft_draft), axis=-1))
+    columns = [
+        temperature**2 * kl,
+        -at(log_draft, most_likely),
+        (most_likely == best(draft)).astype(kind),
+        -at(log_full, targets),
+        -at(log_draft, targets),
+    ]
+    sums = jnp.sum(jnp.stack(columns) * mask, axis=-1)
+    if not with_gradient:
+        return sums, None
+    slope = weights[0] * temperature * (jnp.exp(soft_draft) - jnp.exp(soft_full))
+    slope += weights[1] * (jnp.exp(log_draft) - (ids == most_likely[:, None]))
+    slope = (slope * mask[:, None]).astype(student.dtype)
+    return sums, jnp.einsum("nv,vd->nd", slope, table)
 
 
 def residual_loss(
@@ -186,8 +293,9 @@ def residual_loss(
     `missing` is the output of the routed experts that the draft path leaves out. The ratio makes
     layers comparable whatever the scale of their outputs.
     """
-    missing = jax.lax.stop_gradient(missing)
-    error = jnp.sum(jnp.square(output - missing), axis=-1)
+    kind = jnp.promote_types(output.dtype, jnp.float32)
+    missing = jax.lax.stop_gradient(missing).astype(kind)
+    error = jnp.sum(jnp.square(output.astype(kind) - missing), axis=-1)
     return Total(jnp.sum(error * mask), jnp.sum(jnp.sum(jnp.square(missing), axis=-1) * mask))
 
 
@@ -200,15 +308,3 @@ def router_loss(
     log_ratio = jnp.log(jnp.maximum(teacher, tiny)) - jnp.log(jnp.maximum(student, tiny))
     kl = jnp.sum(teacher * log_ratio, axis=-1)
     return Total(jnp.sum(kl * mask), mask.sum().astype(kl.dtype))
-
-
-def distillation_loss(
-    vocabulary: VocabularyTotals, residual: Total, router: Total, weights: LossWeights
-) -> Float[Array, ""]:
-    """The weighted sum; residual and router totals have one entry a MoE layer and are averaged."""
-    return (
-        weights.logit * vocabulary.logit.mean
-        + weights.token * vocabulary.token.mean
-        + weights.residual * residual.mean.mean()
-        + weights.router * router.mean.mean()
-    )

@@ -25,7 +25,7 @@ from dejax.errors import UsageError
 from dejax.model import Transformer, logits_of
 from dejax.paths import kind_of
 from dejax.pytree import pytree
-from dejax.sharding import add_shards, data_mesh, per_shard, replicate, split_batch
+from dejax.sharding import add_shards, make_mesh, per_shard, place_rows, replicated
 from dejax.target import load_target
 from infer.arguments import InputFolder, OutputFile, OutputFolder, Positional, Settings, parse
 from infer.console import print_table
@@ -33,7 +33,15 @@ from infer.output import make_folder, report
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
 from train.devices import use_cpu_devices
-from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
+from train.loop import (
+    LoopConfig,
+    Measure,
+    Metrics,
+    Resume,
+    check_resume,
+    check_seed_and_devices,
+    run,
+)
 from train.losses import cross_entropy, gate_concentration, load_balance
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import (
@@ -250,7 +258,7 @@ def main(argv: list[str]) -> int:
     tokenizer = load_tokenizer(args.data / "tokenizer")
     lengths = token_lengths(tokenizer)
     use_cpu_devices(config.cpu_devices)
-    mesh = data_mesh()
+    mesh = make_mesh()
     model_config = families.model_config(config.model)
     if len(tokenizer) > model_config.vocab_size:
         raise UsageError(
@@ -263,7 +271,7 @@ def main(argv: list[str]) -> int:
         definition, params = start_params(config.start, model_config, tokenizer)
     optimizer = make_optimizer(config.optimizer, steps)
     state = PretrainState(params=params, opt_state=optimizer.init(_tree(params)))
-    state = replicate(state, mesh)
+    state = jax.device_put(state, replicated(mesh))
     make_folder(args.out)
 
     def evaluate(state: PretrainState) -> Metrics:
@@ -276,12 +284,12 @@ def main(argv: list[str]) -> int:
         state,
         step_fn=make_step(definition, optimizer, config, mesh),
         batch_at=stream.batch_at,
-        place=lambda batch: split_batch(batch, mesh),
+        place=lambda batch: place_rows(batch, mesh, len(batch["tokens"])),
         config=config.loop,
         label="pretrain",
         workdir=args.out,
         resume=True,
-        evaluate=evaluate,
+        measures=[Measure(config.loop.eval_every, evaluate)],
         run_info=info,
     )
     model, routed = unstack_target(definition, state.params)

@@ -26,14 +26,20 @@ from dejax.model import (
     Masks,
     Params,
     Transformer,
+    attend_full,
+    causal_mask,
+    combine,
     embed,
     layer_full,
+    route,
     sequence_masks,
     split_layer,
     split_outer,
+    with_window,
 )
 from dejax.nn.router import Routing
 from dejax.pytree import pytree
+from dejax.sharding import gather_layer, split_rows
 
 
 @pytree(frozen=True)
@@ -110,6 +116,11 @@ def unstack_target(
     return model, {layer: params.routed[i] for i, layer in enumerate(moe_layers)}
 
 
+def layer_of(definition: StackedDef, params: Params) -> DecoderLayer:
+    """A MoE layer of the stack as a module, its weights gathered for its computation."""
+    return nnx.merge(definition.layer, gather_layer(params))
+
+
 def routed_fn(stack: Float[Array, "E 3 F D"], config: ModelConfig, *, block: int) -> ExpertsFn:
     """The full MoE's expert function over [B, T, D], for `dejax.model.layer_full`."""
 
@@ -130,24 +141,73 @@ def block_size(tokens: int, config: ModelConfig, *, per_token: int | None = None
 
 @pytree(frozen=True)
 class Sight:
-    """Where the tokens of whole sequences stand, and who sees whom."""
+    """Where the tokens of whole sequences stand, and who sees whom.
+
+    Attributes:
+      masks: who sees whom in a stream; mixed: who sees whom, [B, T, 2 T], in a draft stream whose
+      blocks see the target's keys and values of what came before them, or None.
+    """
 
     positions: Int[Array, "B T"]
     masks: Masks
+    mixed: Masks | None
 
     @classmethod
     def of(cls, config: ModelConfig, batch: Mapping[str, Any]) -> "Sight":
-        """That of a batch of packed rows (its `positions` and `segment_ids`)."""
-        positions = batch["positions"]
-        masks = sequence_masks(config, positions, batch["segment_ids"])
-        return cls(positions=positions, masks=masks)
+        """That of a batch of packed rows (`positions`, `segment_ids`, and `blocks` if it has them).
+
+        `blocks` [B, T] numbers the drafted blocks of a row, as `train.kv_mix.draw_blocks`.
+        """
+        positions, segments = batch["positions"], batch["segment_ids"]
+        masks = sequence_masks(config, positions, segments)
+        if "blocks" not in batch:
+            return cls(positions=positions, masks=masks, mixed=None)
+        own = batch["blocks"][:, :, None] == batch["blocks"][:, None, :]
+        causal = causal_mask(segments)
+        seen = jnp.concatenate([causal & ~own, causal & own], axis=-1)
+        slots = jnp.concatenate([positions, positions], axis=-1)
+        return cls(positions, masks, with_window(config, seen, positions, slots))
+
+    def attend(
+        self, layer: DecoderLayer, x: Float[Array, "B T D"], windowed: Any
+    ) -> Float[Array, "B T D"]:
+        """The target's residual stream after attention."""
+        mask = self.masks.of_layer(windowed)
+        return attend_full(layer, x, positions=self.positions, mask=mask)
+
+    def attend_draft(
+        self,
+        layer: DecoderLayer,
+        x: Float[Array, "B T D"],
+        full: Float[Array, "B T D"],
+        windowed: Any,
+    ) -> Float[Array, "B T D"]:
+        """The draft's residual stream after attention, `full` being the target's before it."""
+        if self.mixed is None:
+            return self.attend(layer, x, windowed)
+        mask = self.mixed.of_layer(windowed)
+        return attend_full(layer, x, positions=self.positions, mask=mask, context=full)
 
     def dense(
         self, config: ModelConfig, index: int, layer: DecoderLayer, x: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The residual stream after dense layer `index`."""
-        mask = self.masks.of_layer(config.is_windowed(index))
-        return layer_full(layer, x, positions=self.positions, mask=mask, experts=_no_experts)[0]
+        """The target's residual stream after dense layer `index`."""
+        return _feed_forward(layer, self.attend(layer, x, config.is_windowed(index)))
+
+    def dense_draft(
+        self,
+        config: ModelConfig,
+        index: int,
+        layer: DecoderLayer,
+        x: Float[Array, "B T D"],
+        full: Float[Array, "B T D"],
+    ) -> Float[Array, "B T D"]:
+        """The draft's residual stream after dense layer `index`, `full` being the target's."""
+        return _feed_forward(layer, self.attend_draft(layer, x, full, config.is_windowed(index)))
+
+
+def _feed_forward(layer: DecoderLayer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return combine(x, route(layer, x)[2])
 
 
 def embed_outer(
@@ -159,36 +219,35 @@ def embed_outer(
     dtype,
 ) -> tuple[Transformer, Float[Array, "B T D"]]:
     """The outer model and the residual stream after embedding and the leading dense layers."""
-    outer, config = nnx.merge(definition.outer, params.outer), definition.config
-    x = embed(outer, tokens, dtype)
+    weights = params.outer | {"layers": gather_layer(params.outer.get("layers", {}))}
+    outer, config = nnx.merge(definition.outer, weights), definition.config
+    x = split_rows(embed(outer, tokens, dtype))
     for index, layer in zip(definition.dense_layers, outer.layers, strict=True):
         if index < config.moe_layers[0]:
             x = sight.dense(config, index, layer, x)
     return outer, x
 
 
-def _no_experts(h, routing):
-    raise AssertionError("a dense layer has no routed experts")
-
-
 def scan_layers(
     definition: StackedDef,
     outer: Transformer,
-    sight: Sight,
-    body: Callable[[Any, Any, Bool[Array, "B T T"]], tuple[Any, Any]],
+    body: Callable[[Any, Any, Any], tuple[Any, Any]],
+    dense: Callable[[int, DecoderLayer, Any], Any],
     carry: Any,
     pieces: Any,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` of `body(carry, piece, mask)` over the MoE layers.
+    """`jax.lax.scan` of `body(carry, piece, windowed)` over the MoE layers.
 
-    Dense layers between them are applied to every array of the carry, a residual stream each.
+    `windowed` tells whether the layer has a sliding window (None: none has). Dense layers between
+    them are `dense(index, layer, carry)`.
     """
     config, flags = definition.config, definition.windowed
-    dense = dict(zip(definition.dense_layers, outer.layers, strict=True))
+    between = dict(zip(definition.dense_layers, outer.layers, strict=True))
     runs, outputs = _runs(config.moe_layers), []
 
     def step(carry, piece):
-        return body(carry, piece[0], sight.masks.of_layer(piece[1]))
+        carry, output = body(carry, *piece)
+        return jax.tree.map(split_rows, carry), output
 
     first = 0
     for run in runs:
@@ -199,9 +258,8 @@ def scan_layers(
         carry, output = jax.lax.scan(step, carry, part)
         outputs.append(output)
         first, index = last, run[-1] + 1
-        while index in dense:
-            apply = partial(sight.dense, config, index, dense[index])
-            carry, index = jax.tree.map(apply, carry), index + 1
+        while index in between:
+            carry, index = dense(index, between[index], carry), index + 1
     if len(runs) == 1:
         return carry, outputs[0]
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
@@ -235,15 +293,16 @@ def forward(
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     block = block_size(batch["tokens"].size, config)
 
-    def body(x, pieces, mask):
-        layer: DecoderLayer = nnx.merge(definition.layer, pieces[0])
-        experts = routed_fn(pieces[1], config, block=block)
+    def body(x, pieces, windowed):
+        experts, mask = routed_fn(pieces[1], config, block=block), sight.masks.of_layer(windowed)
+        layer = layer_of(definition, pieces[0])
         x, tap = layer_full(layer, x, positions=sight.positions, mask=mask, experts=experts)
         assert tap is not None
         return x, tap
 
     body = jax.checkpoint(body) if remat else body
-    x, taps = scan_layers(definition, outer, sight, body, x, (params.layers, params.routed))
+    dense = partial(sight.dense, config)
+    x, taps = scan_layers(definition, outer, body, dense, x, (params.layers, params.routed))
     return outer, x, taps
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 from safetensors.numpy import save_file
 
 from dejax.block_scaled import FP8, tiles
@@ -43,6 +44,8 @@ __all__ = [
     "checkpoint_tensors",
     "plan_checkpoint",
     "read_json",
+    "read_array",
+    "read_expert",
     "read_layer_experts",
     "read_resident",
     "resident_keys",
@@ -232,33 +235,43 @@ def plan_checkpoint(
     return CheckpointPlan(config, resident, experts, forms)
 
 
-def read_layer_experts(
-    plan: CheckpointPlan, layer: int, *, dtype=None
-) -> Iterator[tuple[int, np.ndarray]]:
-    """(expert, record) of one MoE layer in ascending order, one in memory at a time.
+def read_expert(
+    plan: CheckpointPlan, layer: int, expert: int, *, dtype=None
+) -> Float[np.ndarray, "3 _F _D"]:
+    """The record of one routed expert, of the shape `ModelConfig.expert_shape`.
 
-    Records have the shape `ModelConfig.expert_shape`; `dtype` defaults to that of the checkpoint
-    (`plan.expert_dtype`).
+    `dtype` defaults to that of the checkpoint (`plan.expert_dtype`).
     """
     dtype = plan.expert_dtype if dtype is None else dtype
+    if (layer, -1) in plan.experts:
+        rows = [read_tensor(entry.row(expert)) for entry in plan.experts[layer, -1]]
+        return plan.forms[layer].pack(rows, dtype)
+    matrices = tuple(read_tensor(entry) for entry in plan.experts[layer, expert])
+    return pack_expert(*matrices, dtype=dtype)
+
+
+def read_layer_experts(
+    plan: CheckpointPlan, layer: int, *, dtype=None
+) -> Iterator[tuple[int, Float[np.ndarray, "3 _F _D"]]]:
+    """(expert, `read_expert`) of one MoE layer in ascending order, one in memory at a time."""
     for expert in range(plan.config.moe.num_experts):
-        if (layer, -1) in plan.experts:
-            rows = [read_tensor(entry.row(expert)) for entry in plan.experts[layer, -1]]
-            yield expert, plan.forms[layer].pack(rows, dtype)
-        else:
-            matrices = tuple(read_tensor(entry) for entry in plan.experts[layer, expert])
-            yield expert, pack_expert(*matrices, dtype=dtype)
+        yield expert, read_expert(plan, layer, expert, dtype=dtype)
+
+
+def read_array(plan: CheckpointPlan, path: str, dtype: Any) -> np.ndarray:
+    """One resident array by its dotted path, in `dtype`; a router's keeps at least float32."""
+    kept = jnp.promote_types(dtype, jnp.float32) if "router" in path else dtype
+    return read_tensor(plan.resident[path]).astype(kept)
 
 
 def read_resident(plan: CheckpointPlan, dtype) -> Transformer:
-    """The resident model with its weights in `dtype`; the router keeps at least float32."""
+    """The resident model with its weights in `dtype` (`read_array`)."""
     definition, state = abstract_model(plan.config)
     pure = nnx.to_pure_dict(state)
 
     def load(path, leaf):
         name = ".".join(str(part.key) for part in path)
-        kept = jnp.promote_types(dtype, jnp.float32) if "router" in name else dtype
-        return jax.device_put(read_tensor(plan.resident[name]).astype(kept))
+        return jax.device_put(read_array(plan, name, dtype))
 
     return nnx.merge(definition, jax.tree_util.tree_map_with_path(load, pure))
 

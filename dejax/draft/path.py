@@ -4,6 +4,8 @@ The same decoder runs it: only the middle function of a layer differs from the f
 uses `draft_experts`; decoding gathers the top-r experts itself and adds `draft_output`.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,6 +14,7 @@ from dejax.draft.expert import draft_output
 from dejax.model import ExpertsFn, Params
 from dejax.nn.experts import experts_of_tokens
 from dejax.nn.router import Routing
+from dejax.sharding import over_experts
 
 
 def top_r(routing: Routing, r: int) -> Routing:
@@ -36,13 +39,27 @@ def routed_output(
 
     `block` is the rows of an expert's block in the grouped product; `activation` the experts'.
     """
-    k = chosen.ids.shape[-1]
-    if k == 0:
+    if chosen.ids.shape[-1] == 0:
         return jnp.zeros_like(h)
-    flat = h.reshape(-1, h.shape[-1])
-    ids, gates = chosen.ids.reshape(-1, k), chosen.gates.reshape(-1, k)
-    y = experts_of_tokens(flat, ids, gates, stack, block=block, activation=activation)
-    return y.reshape(h.shape)
+    experts = partial(experts_of_tokens, block=block, activation=activation)
+    return over_experts(experts, h, chosen.ids, chosen.gates, stack)
+
+
+def routed_parts(
+    h: Float[Array, "B T D"],
+    routing: Routing,
+    stack: Float[Array, "E 3 _F _D"],
+    *,
+    r: int,
+    block: int,
+    activation: ClampedSwiGLU | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """`routed_output` of `top_r` and of `below_r`, every expert's output computed once."""
+    rank = jnp.arange(routing.ids.shape[-1])
+    gates = jnp.stack([jnp.where(part, routing.gates, 0) for part in (rank < r, rank >= r)])
+    experts = partial(experts_of_tokens, block=block, activation=activation)
+    kept, missing = over_experts(experts, h, routing.ids, gates, stack)
+    return kept, missing
 
 
 def draft_experts(

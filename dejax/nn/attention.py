@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dejax.config import GQAConfig, MLAConfig
 from dejax.nn.layers import Linear, RMSNorm
-from dejax.nn.mla import MLA, LatentCache, init_latent_cache
+from dejax.nn.mla import MLA, LatentCache, init_latent_cache, with_context
 from dejax.nn.rope import rotate
 from dejax.pytree import pytree
 
@@ -74,14 +74,17 @@ class GQA(nnx.Module):
         clip = self.config.clip
         return y if clip is None else jnp.clip(y, -clip, clip)
 
-    def _project(self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]):
-        """Queries [*rows, G, H / G, M], keys and values [*rows, G, M]."""
+    def _queries(self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]):
+        """Queries [*rows, G, H / G, M]."""
         config = self.config
         queries = self._heads(self.q_proj, self.q_norm, x, positions)
         queries = queries.reshape(*x.shape[:-1], config.kv_heads, -1, config.head_dim)
+        return queries * config.head_dim**-0.5
+
+    def _keys_values(self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]):
+        """Keys and values [*rows, G, M]."""
         keys = self._heads(self.k_proj, self.k_norm, x, positions)
-        values = self._clipped(self.v_proj(x)).reshape(keys.shape)
-        return queries * config.head_dim**-0.5, keys, values
+        return keys, self._clipped(self.v_proj(x)).reshape(keys.shape)
 
     def _probabilities(self, scores: Float[Array, "*shape G J T S"], mask: Bool[Array, "..."]):
         """Softmax over the last axis in at least float32; masked entries get exactly zero.
@@ -102,10 +105,15 @@ class GQA(nnx.Module):
         x: Float[Array, "B T D"],
         *,
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"],
+        mask: Bool[Array, "B T S"],
+        context: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Attention over whole sequences; `mask[b, i, j]` is true where row i may see row j."""
-        queries, keys, values = self._project(x, positions)
+        """Attention over whole sequences; `mask[b, i, j]` is true where row i may see row j.
+
+        With `context`, rows of another stream stand before those of `x` (S is 2 T).
+        """
+        queries = self._queries(x, positions)
+        keys, values = self._keys_values(*with_context(x, positions, context))
         scores = jnp.einsum("btgjm,bsgm->bgjts", queries, keys)
         probs = self._probabilities(scores, mask[:, None, None])
         out = jnp.einsum("bgjts,bsgm->btgjm", probs, values)
@@ -124,7 +132,8 @@ class GQA(nnx.Module):
 
         `mask[i, s]` is true where row i may see slot s (its own slot included).
         """
-        queries, keys, values = self._project(x, positions)
+        queries = self._queries(x, positions)
+        keys, values = self._keys_values(x, positions)
         write = jax.lax.dynamic_update_slice_in_dim
         cache = KeyValueCache(
             keys=write(cache.keys, keys.astype(cache.keys.dtype), start, axis=0),

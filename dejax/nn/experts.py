@@ -8,9 +8,11 @@ sum therefore depends neither on which other experts the pass uses nor on the si
 """
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dejax.config import ClampedSwiGLU
@@ -61,11 +63,21 @@ def expert_output(
     that product and the sum over experts once or twice, depending on how many experts a pass has.
     """
     inner = inner_outputs(h, expert, activation)
-    down, biased = expert[2].astype(h.dtype), has_bias(expert, h.shape[-1])
+    return _down(inner, expert, h.shape[-1], weights)
+
+
+def _down(
+    inner: Float[Array, "*rows F"],
+    expert: Expert,
+    width: int,
+    weights: Float[Array, "*rows"] | None = None,
+) -> Float[Array, "*rows D"]:
+    """The down projection of activations, times the row's weight if given."""
+    down, biased = expert[2].astype(inner.dtype), has_bias(expert, width)
     if biased:  # the last row of `down` is its bias: a neuron that is always 1
         inner = jnp.concatenate([inner, jnp.ones_like(inner[..., :1])], axis=-1)
         down = down[:, :-1]
-    return (inner if weights is None else inner * weights[..., None].astype(h.dtype)) @ down
+    return (inner if weights is None else inner * weights[..., None].astype(inner.dtype)) @ down
 
 
 def unique_weights(
@@ -110,6 +122,58 @@ def _blocks_output(
     return out + down[:, -1:]
 
 
+def _blocks_in_turn(
+    x: Float[Array, "N B D"],
+    owner: Int[Array, " N"],
+    stack: Float[Array, "E 3 _F _D"],
+    activation: ClampedSwiGLU | None,
+) -> Float[Array, "N B D"]:
+    """`_blocks_output` one block after another, without a copy of the weights for each of them.
+
+    Blocks that no expert owns (`owner` is E) cost nothing. The backward pass keeps the neurons'
+    activations, not the weights, which a differentiated loop would save for every block.
+    """
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("inner"))
+    def used(rows, expert):
+        weights = stack[expert]
+        inner = checkpoint_name(inner_outputs(rows, weights, activation), "inner")
+        return _down(inner, weights, rows.shape[-1])
+
+    def step(_, piece):
+        rows, expert = piece
+        empty = partial(jnp.zeros_like, rows)
+        return None, jax.lax.cond(expert < len(stack), lambda: used(rows, expert), empty)
+
+    return jax.lax.scan(step, None, (x, owner))[1]
+
+
+def _ragged_output(
+    x: Float[Array, "N D"],
+    counts: Int[Array, " E"],
+    stack: Float[Array, "E 3 _F _D"],
+    activation: ClampedSwiGLU | None,
+) -> Float[Array, "N D"]:
+    """Rows sorted by expert, `counts` of them each, as one grouped product (for accelerators)."""
+    stack = stack.astype(x.dtype)
+    biased = has_bias(stack, x.shape[-1])
+    weights = stack[:, :, :-1, :-1] if biased else stack
+    out_in = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    product = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=out_in)
+    gate, up = (product(x, weights[:, i], counts) for i in (0, 1))
+    if not biased:
+        return jax.lax.ragged_dot(glu(gate, up, activation), weights[:, 2], counts)
+    ends, rows = jnp.cumsum(counts), jnp.arange(len(x), dtype=counts.dtype)
+    owner = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), len(stack) - 1)
+    gate, up = gate + stack[owner, 0, :-1, -1], up + stack[owner, 1, :-1, -1]
+    out = jax.lax.ragged_dot(glu(gate, up, activation), weights[:, 2], counts)
+    return out + stack[owner, 2, -1, :-1]
+
+
 @jax.custom_vjp
 def _dispatch(h, source, slot_of):
     """Rows of `h` [T, D] in slot order: [slots, D]; `source` [slots] names each slot's token."""
@@ -122,20 +186,25 @@ def _dispatch_fwd(h, source, slot_of):
 
 def _dispatch_bwd(slot_of, grad):
     # A token's gradient is the sum over its own slots: a gather, where autodiff would scatter.
-    return grad[slot_of].sum(axis=1), None, None
+    return _rows_or_zero(grad, slot_of).sum(axis=1), None, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
+def _rows_or_zero(rows, index):
+    """`rows[index]`, zero where an index lies beyond the last row."""
+    return rows.at[index].get(mode="fill", fill_value=0)
+
+
 @jax.custom_vjp
 def _collect(out, source_rank, slot_of, filled):
-    """Outputs [slots, D] of each token's experts: [T, K, D]."""
-    return out[slot_of]
+    """Outputs [slots, D] of each token's experts: [T, K, D], zero where an expert is elsewhere."""
+    return _rows_or_zero(out, slot_of)
 
 
 def _collect_fwd(out, source_rank, slot_of, filled):
-    return out[slot_of], (source_rank, filled, slot_of.shape)
+    return _rows_or_zero(out, slot_of), (source_rank, filled, slot_of.shape)
 
 
 def _collect_bwd(residual, grad):
@@ -147,47 +216,74 @@ def _collect_bwd(residual, grad):
 _collect.defvjp(_collect_fwd, _collect_bwd)
 
 
-@partial(jax.jit, static_argnames=("block", "activation"))
+Method = Literal["blocks", "ragged"]
+"""How a long sequence's grouped product is made: by blocks of rows, or by `jax.lax.ragged_dot`."""
+
+_COPIED_BYTES = 64 * 2**20
+"""Up to so many bytes, the weights of all blocks are copied side by side for one product."""
+
+
+@partial(jax.jit, static_argnames=("block", "activation", "method"))
 def experts_of_tokens(
     h: Float[Array, "T D"],
     ids: Int[Array, "T K"],
-    gates: Float[Array, "T K"],
+    gates: Float[Array, "*parts T K"],
     stack: Float[Array, "E 3 _F _D"],
     *,
     block: int = 64,
     activation: ClampedSwiGLU | None = None,
-) -> Float[Array, "T D"]:
-    """Weighted sum of each token's routed experts over a long sequence; never drops a token.
+    method: Method | None = None,
+) -> Float[Array, "*parts T D"]:
+    """Weighted sums of each token's routed experts over a long sequence; never drops a token.
 
-    Assignments are sorted by expert and every expert's group is padded to whole blocks of `block`
-    rows. A block belongs to one expert, so the products are one batched matrix product over at most
-    ceil(T K / block) + E blocks, whatever the load.
+    Assignments are sorted by expert. By blocks, every expert's group is padded to whole blocks of
+    `block` rows; a block belongs to one expert, so the products are at most ceil(T K / block) + E
+    blocks, whatever the load: no capacity is chosen, and none can be exceeded. `method` None takes
+    blocks on a CPU, where `ragged_dot` multiplies by every expert, and `ragged` elsewhere.
+
+    Args:
+      ids: experts by their place in `stack`; any other number is an expert that another device has
+        (`dejax.sharding.over_experts`), whose output is left out.
+      gates: weights; with leading axes, one sum for each of their entries from the same outputs.
     """
     tokens, k = ids.shape
     num_experts = stack.shape[0]
-    blocks = -(-tokens * k // block) + num_experts
+    method = method or ("blocks" if jax.default_backend() == "cpu" else "ragged")
+    block = block if method == "blocks" else 1
     order = jnp.argsort(ids, axis=1)
-    ids, gates = jnp.take_along_axis(ids, order, 1), jnp.take_along_axis(gates, order, 1)
-    flat = ids.reshape(-1)
+    ids = jnp.take_along_axis(ids, order, 1)
+    gates = jnp.take_along_axis(gates, jnp.broadcast_to(order, gates.shape), -1)
+    flat = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
     rank = jnp.argsort(flat, stable=True)  # rank[i]: assignment at place i when sorted by expert
-    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
     padded = -(-counts // block) * block
+    spare = num_experts * (block > 1)
+    blocks = -(-tokens * k // block) + spare
     first_slot = jnp.cumsum(padded) - padded
     first_place = jnp.cumsum(counts) - counts
     by_expert = flat[rank]
     places = jnp.arange(tokens * k, dtype=jnp.int32)
     slots = first_slot[by_expert] + places - first_place[by_expert]
-    source_rank = jnp.zeros(blocks * block, jnp.int32).at[slots].set(rank.astype(jnp.int32))
-    filled = jnp.zeros(blocks * block, bool).at[slots].set(True)
+    slots = jnp.where(by_expert < num_experts, slots, blocks * block)  # beyond the last one
+    source_rank = jnp.zeros(blocks * block, jnp.int32).at[slots].set(rank, mode="drop")
+    filled = jnp.zeros(blocks * block, bool).at[slots].set(True, mode="drop")
     slot_of = jnp.zeros(tokens * k, jnp.int32).at[rank].set(slots).reshape(tokens, k)
-    block_starts = jnp.arange(blocks, dtype=jnp.int32) * block
-    owner = jnp.searchsorted(jnp.cumsum(padded), block_starts, side="right")
-    weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
 
-    x = _dispatch(h, source_rank // k, slot_of).reshape(blocks, block, -1)
-    out = _blocks_output(x, weights, activation)
-    per_token = _collect(out.reshape(blocks * block, -1), source_rank, slot_of, filled)
-    y = jnp.zeros_like(h)
+    x = _dispatch(h, source_rank // k, slot_of)
+    if method == "ragged":
+        out = _ragged_output(x, counts[:-1], stack, activation)
+    else:
+        starts = jnp.arange(blocks, dtype=jnp.int32) * block
+        owner = jnp.searchsorted(jnp.cumsum(padded[:-1]), starts, side="right")
+        x = x.reshape(blocks, block, -1)
+        if blocks * stack[0].size * h.dtype.itemsize <= _COPIED_BYTES:
+            weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
+            out = _blocks_output(x, weights, activation)
+        else:
+            out = _blocks_in_turn(x, owner, stack, activation)
+        out = out.reshape(blocks * block, -1)
+    per_token = _collect(out, source_rank, slot_of, filled)
+    y = jnp.zeros((*gates.shape[:-2], *h.shape), h.dtype)
     for column in range(k):  # ascending expert id, one at a time: the order of `experts_of_rows`
-        y = y + gates[:, column, None].astype(h.dtype) * per_token[:, column]
+        y = y + gates[..., column, None].astype(h.dtype) * per_token[:, column]
     return y

@@ -44,6 +44,18 @@ def _masked_softmax(scores: Float[Array, "... S"], mask: Bool[Array, "... S"]):
     return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)
 
 
+def with_context(
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    context: Float[Array, "B T D"] | None,
+) -> tuple[Float[Array, "B S D"], Int[Array, "B S"]]:
+    """Rows whose keys and values are seen, and their positions: the context's first, then `x`'s."""
+    if context is None:
+        return x, positions
+    rows = jnp.concatenate([context, x], axis=1)
+    return rows, jnp.concatenate([positions, positions], axis=1)
+
+
 class MLA(nnx.Module):
     """Weights of one attention layer, named as in the checkpoint (`self_attn.*`)."""
 
@@ -103,11 +115,15 @@ class MLA(nnx.Module):
         x: Float[Array, "B T D"],
         *,
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"],
+        mask: Bool[Array, "B T S"],
+        context: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Attention over whole sequences; `mask[b, i, j]` is true where row i may see row j."""
+        """Attention over whole sequences; `mask[b, i, j]` is true where row i may see row j.
+
+        With `context`, rows of another stream stand before those of `x` (S is 2 T).
+        """
         q_nope, q_rope = self._queries(x, positions)
-        latent, key_rope = self._latents(x, positions)
+        latent, key_rope = self._latents(*with_context(x, positions, context))
         up_key, up_value = self._up_projections(x.dtype)
         keys = jnp.einsum("btc,hmc->bhtm", latent, up_key)
         values = jnp.einsum("btc,hwc->bhtw", latent, up_value)

@@ -34,14 +34,7 @@ def batches(teacher):
 
 
 def fit(teacher, batches, *, width=24, **fields):
-    return fit_draft(
-        teacher.definition,
-        teacher.params,
-        batches,
-        width=width,
-        r=1,
-        config=InitConfig(**fields),
-    )
+    return fit_draft(teacher, batches, width=width, r=1, config=InitConfig(**fields))
 
 
 def test_ridge_recovers_a_linear_map():
@@ -146,7 +139,7 @@ def test_the_fit_is_the_least_squares_solution(teacher, batches):
 
 def test_moments_add_up_over_batches(teacher, batches):
     weights = fit(teacher, batches[:1], fit="zero")[0]["weights"]
-    take = partial(take_moments, teacher.definition, teacher.params, weights, r=1)
+    take = partial(take_moments, teacher, weights, r=1)
     whole, parts = take(batches), [take([batch]) for batch in batches]
     assert whole.gram.dtype == np.float64 and whole.gram.shape == (2, 24, 24)
     assert whole.cross.shape == (2, 32, 24) and whole.energy.shape == (2,)
@@ -167,14 +160,14 @@ def test_the_fit_brings_the_draft_nearer(teacher, batches):
 
 @pytest.mark.slow
 def test_mean_of_the_left_out_output(teacher, batches):
-    constant = mean_missing(teacher.definition, teacher.params, batches, r=1)["constant"]
+    constant = mean_missing(teacher, batches, r=1)["constant"]
     assert constant.shape == (2, 32)
     with_mean, alone = (
         teacher_forced(teacher, p, batches, r=1)["residual"] for p in ({"constant": constant}, None)
     )
     assert with_mean < alone
     # Where every chosen expert is kept, nothing is left out.
-    nothing_left = mean_missing(teacher.definition, teacher.params, batches, r=3)["constant"]
+    nothing_left = mean_missing(teacher, batches, r=3)["constant"]
     assert (nothing_left == 0).all()
 
 

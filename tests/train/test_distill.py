@@ -42,7 +42,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def batch_at(target):
-    return lambda step: random_batch(target.config, rows=4, length=16, seed=step % 4)
+    return lambda step, rows=None: random_batch(target.config, rows=4, length=16, seed=step % 4)
 
 
 def bytes_of(target) -> str:
@@ -96,7 +96,7 @@ def test_stopped_and_resumed_equals_straight(straight, target, batch_at, tmp_pat
     class Stop(Exception):
         pass
 
-    def stops(step):
+    def stops(step, rows):
         if step == 6:
             raise Stop
         return batch_at(step)
@@ -140,7 +140,7 @@ def test_the_local_stage_trains_too(target, batch_at):
     config = replace(CONFIG, objective="residual-local")
     _, log = distill(target, batch_at, config)
     assert log[-1]["residual"] < log[0]["residual"]
-    assert set(log[0]) == {"loss", "residual", "grad_norm", "step", "tokens_per_second"}
+    assert {"loss", "residual", "grad_norm"} <= set(log[0]) and "kl" not in log[0]
 
 
 def test_the_width_is_one_routed_experts_unless_told(target):

@@ -1,7 +1,5 @@
 """The distillation losses: against plain formulas, in chunks, added over shards."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,35 +9,30 @@ from dejax.errors import UsageError
 from train.losses import (
     LossWeights,
     Total,
-    VocabularyTotals,
     cross_entropy,
-    distillation_loss,
     residual_loss,
     router_loss,
     vocabulary_losses,
 )
 
 N, D, V = 23, 8, 37
+B = 1  # the rows are of one sequence
 
 
 @pytest.fixture
 def rows():
     rng = np.random.default_rng(0)
     head = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
-    teacher = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
-    student = teacher + jnp.asarray(0.5 * rng.normal(size=(N, D)), jnp.float32)
-    targets = jnp.asarray(rng.integers(0, V, N), jnp.int32)
-    mask = jnp.asarray(rng.integers(0, 2, N), jnp.float32)
+    teacher = jnp.asarray(rng.normal(size=(B, N, D)), jnp.float32)
+    student = teacher + jnp.asarray(0.5 * rng.normal(size=(B, N, D)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, V, (B, N)), jnp.int32)
+    mask = jnp.asarray(rng.integers(0, 2, (B, N)), jnp.float32)
     return head, teacher, student, targets, mask
-
-
-def logits(head, h):
-    return h @ head.T
 
 
 def naive(head, teacher, student, targets, mask, temperature):
     """The same five numbers from whole arrays of logits."""
-    full, draft = logits(head, teacher), logits(head, student)
+    full, draft, targets, mask = teacher[0] @ head.T, student[0] @ head.T, targets[0], mask[0]
     p = jax.nn.softmax(full / temperature)
     soft = jax.nn.log_softmax(draft / temperature)
     kl = temperature**2 * (p * (jnp.log(p) - soft)).sum(-1)
@@ -62,17 +55,17 @@ def test_chunks_give_the_sums_and_gradients_of_whole_arrays(rows, temperature, c
     options = dict(temperature=temperature, chunk=chunk)
 
     def chunked(student, head):
-        totals = vocabulary_losses(
-            partial(logits, head), teacher, student, targets, mask, **options
+        return vocabulary_losses(
+            head, teacher, student, targets, mask, weights=(2.0, 0.3), **options
         )
-        return totals.logit.sum + 0.3 * totals.token.sum, totals
 
     def plain(student):
         sums = naive(head, teacher, student, targets, mask, temperature)
-        return sums[0] + 0.3 * sums[1], sums
+        return 2.0 * sums[0] + 0.3 * sums[1], sums
 
-    (_, totals), grad = jax.jit(jax.value_and_grad(chunked, has_aux=True))(student, head)
-    (_, sums), expected = jax.value_and_grad(plain, has_aux=True)(student)
+    (loss, totals), grad = jax.jit(jax.value_and_grad(chunked, has_aux=True))(student, head)
+    (whole, sums), expected = jax.value_and_grad(plain, has_aux=True)(student)
+    np.testing.assert_allclose([loss, chunked(student, head)[0]], whole, rtol=2e-6)
     for total, value in zip(totals, sums, strict=True):
         np.testing.assert_allclose(total.sum, value, rtol=2e-6)
         assert total.count == mask.sum()
@@ -82,7 +75,7 @@ def test_chunks_give_the_sums_and_gradients_of_whole_arrays(rows, temperature, c
 def test_chunks_are_exact_in_float64(rows):
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, jnp.float64) for a in rows[:3]]
-        found = vocabulary_losses(partial(logits, wide[0]), *wide[1:], *rows[3:], chunk=4)
+        found = vocabulary_losses(*wide, *rows[3:], chunk=4)[1]
         expected = naive(*wide, *rows[3:], 1.0)
         for total, value in zip(found, expected, strict=True):
             np.testing.assert_allclose(total.sum, value, rtol=1e-12)
@@ -90,9 +83,7 @@ def test_chunks_are_exact_in_float64(rows):
 
 def test_equal_streams_agree_everywhere(rows):
     head, teacher, _, targets, _ = rows
-    totals = vocabulary_losses(
-        partial(logits, head), teacher, teacher, targets, jnp.ones(N), chunk=8
-    )
+    _, totals = vocabulary_losses(head, teacher, teacher, targets, jnp.ones((B, N)), chunk=8)
     assert totals.agreement.mean == 1
     assert abs(totals.logit.mean) < 1e-6
     np.testing.assert_allclose(totals.full.mean, totals.draft.mean)
@@ -102,10 +93,10 @@ def test_no_gradient_reaches_the_target(rows):
     head, teacher, student, targets, mask = rows
 
     def loss(teacher):
-        totals = vocabulary_losses(partial(logits, head), teacher, student, targets, mask, chunk=8)
+        loss, totals = vocabulary_losses(head, teacher, student, targets, mask, chunk=8)
         residual = residual_loss(student, teacher, mask)
         router = router_loss(jax.nn.softmax(teacher), jax.nn.softmax(student), mask)
-        return totals.logit.mean + totals.token.mean + residual.mean + router.mean
+        return loss + totals.logit.mean + totals.token.mean + residual.mean + router.mean
 
     assert (jax.grad(loss)(teacher) == 0).all()
 
@@ -114,8 +105,7 @@ def test_no_array_of_all_logits_is_made(rows):
     head, teacher, student, targets, mask = rows
 
     def loss(student):
-        totals = vocabulary_losses(partial(logits, head), teacher, student, targets, mask, chunk=4)
-        return totals.logit.mean
+        return vocabulary_losses(head, teacher, student, targets, mask, chunk=4)[0]
 
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(student))
     assert f"f32[4,{V}]" in jaxpr
@@ -127,12 +117,11 @@ def test_sums_over_shards_are_the_sums_over_the_whole(rows):
     head, teacher, student, targets, mask = rows
 
     def totals(part):
-        vocabulary = vocabulary_losses(
-            partial(logits, head), teacher[part], student[part], targets[part], mask[part], chunk=4
-        )
-        residual = residual_loss(student[part], teacher[part], mask[part])
+        rows = (a[:, part] for a in (teacher, student, targets, mask))
+        vocabulary = vocabulary_losses(head, *rows, chunk=4)
+        residual = residual_loss(student[:, part], teacher[:, part], mask[:, part])
         router = router_loss(
-            jax.nn.softmax(teacher[part]), jax.nn.softmax(student[part]), mask[part]
+            jax.nn.softmax(teacher[:, part]), jax.nn.softmax(student[:, part]), mask[:, part]
         )
         return vocabulary, residual, router
 
@@ -145,8 +134,8 @@ def test_sums_over_shards_are_the_sums_over_the_whole(rows):
 def test_residual_is_relative_to_what_is_missing(rows):
     _, teacher, student, _, mask = rows
     total = residual_loss(student, teacher, mask)
-    error = np.square(np.asarray(student - teacher)) * np.asarray(mask)[:, None]
-    energy = np.square(np.asarray(teacher)) * np.asarray(mask)[:, None]
+    error = np.square(np.asarray(student - teacher)) * np.asarray(mask)[..., None]
+    energy = np.square(np.asarray(teacher)) * np.asarray(mask)[..., None]
     np.testing.assert_allclose(total.mean, error.sum() / energy.sum(), rtol=1e-5)
     for scale in (1e-3, 100.0):
         scaled = residual_loss(scale * student, scale * teacher, mask)
@@ -166,14 +155,9 @@ def test_router_loss_is_a_divergence_and_survives_zero_probabilities():
     assert router_loss(teacher, student, jnp.asarray([1.0, 0.0])).mean == total.mean
 
 
-def test_the_terms_are_weighted_and_layers_averaged():
-    one = jnp.ones(())
-    vocabulary = VocabularyTotals(*(Total(value * one, 2 * one) for value in (2, 4, 0, 0, 0)))
-    residual = Total(jnp.asarray([1.0, 9.0]), jnp.asarray([2.0, 3.0]))
-    router = Total(jnp.asarray([6.0, 2.0]), jnp.asarray([2.0, 2.0]))
+def test_weights_stand_in_the_order_of_the_terms():
     weights = LossWeights(logit=1.0, token=10.0, residual=100.0, router=1000.0)
-    loss = distillation_loss(vocabulary, residual, router, weights)
-    assert float(loss) == 1 * 1 + 10 * 2 + 100 * (0.5 + 3) / 2 + 1000 * (3 + 1) / 2
+    assert weights.vector().tolist() == [1, 10, 100, 1000]
 
 
 def test_a_mean_over_nothing_is_zero_and_small_counts_are_counts():

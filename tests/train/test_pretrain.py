@@ -112,14 +112,14 @@ def test_a_stopped_run_goes_on_with_the_same_losses(monkeypatch, data, tmp_path,
     class Stopped(Exception):
         pass
 
-    def stop_after_seven(*args, evaluate=None, step_fn=None, **kwargs):
+    def stop_after_seven(*args, step_fn=None, **kwargs):
         def limited(state, batch, calls=[0]):  # noqa: B006
             calls[0] += 1
             if calls[0] > 7:
                 raise Stopped
             return step_fn(state, batch)
 
-        return run(*args, evaluate=evaluate, step_fn=limited, **kwargs)
+        return run(*args, step_fn=limited, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr("train.pretrain.run", stop_after_seven)
