@@ -1,11 +1,18 @@
 """Shape checks on for our packages, and which tests run when nobody names them."""
 
+import os
+import tempfile
+
 import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
 # Before the first import of ours: every jaxtyping annotation is checked while the tests run.
 install_import_hook(["dejax", "train", "infer"], "beartype.beartype")
+
+# Documents that a test tokenizes are kept for that run of the tests, not in the user's folder.
+_CACHE = tempfile.TemporaryDirectory(prefix="dejax-tests-")
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 
 # A busy machine is no failure, and a failure must come back on the next run.
 hypothesis.settings.register_profile("dejax", deadline=None, derandomize=True, database=None)

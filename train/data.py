@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -212,7 +213,6 @@ class RowSource:
     [i * seq_len, (i + 1) * seq_len] of it, so every token but the first is a target once.
     Documents longer than a row go on in the next one. `segment_ids` number the documents of a
     row from 1 (0 is padding, in a kind's last row only); positions start at 0 in each segment.
-    The mask is 0 where target and token are of different documents.
     """
 
     def __init__(self, arrays: TokenArrays, kind: str, seq_len: int) -> None:
@@ -234,23 +234,44 @@ class RowSource:
             raise IndexError(f"row {index} of {len(self)}")
         first = int(self._bounds[0]) + index * self.seq_len
         last = min(first + self.seq_len + 1, int(self._bounds[-1]))
-        n = last - first
-        row = np.zeros(self.seq_len + 1, np.int32)
-        row[:n] = self._tokens[first:last]
-        document = np.searchsorted(self._bounds, np.arange(first, last), side="right")
-        segments = np.zeros(self.seq_len + 1, np.int32)
-        segments[:n] = document - document[0] + 1
-        starts = np.maximum(self._bounds[document - 1], first)
-        positions = np.zeros(self.seq_len + 1, np.int32)
-        positions[:n] = np.arange(first, last) - starts
-        same = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
-        return {
-            "tokens": row[:-1],
-            "targets": row[1:],
-            "segment_ids": segments[:-1],
-            "positions": positions[:-1],
-            "mask": same.astype(np.float32),
-        }
+        return as_row(self._tokens[first:last], self._bounds, first, seq_len=self.seq_len)
+
+
+def as_row(
+    tokens: np.ndarray,
+    bounds: np.ndarray,
+    first: int,
+    *,
+    seq_len: int,
+    counts: np.ndarray | None = None,
+) -> Batch:
+    """A row of `seq_len` tokens, and as targets the ones after them.
+
+    Args:
+      tokens: int [n <= seq_len + 1], those from place `first` on; what is missing is padding.
+      bounds: int64 [m + 1], the places where documents begin, and where the last one ends.
+      counts: bool [n], whether each token counts as a target; None: all do.
+
+    The mask is 0 where target and token are of different documents.
+    """
+    n = len(tokens)
+    row = np.zeros(seq_len + 1, np.int32)
+    row[:n] = tokens
+    document = np.searchsorted(bounds, np.arange(first, first + n), side="right")
+    segments = np.zeros(seq_len + 1, np.int32)
+    segments[:n] = document - document[0] + 1
+    positions = np.zeros(seq_len + 1, np.int32)
+    positions[:n] = np.arange(first, first + n) - np.maximum(bounds[document - 1], first)
+    counted = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+    if counts is not None:
+        counted[: n - 1] &= counts[1:]
+    return {
+        "tokens": row[:-1],
+        "targets": row[1:],
+        "segment_ids": segments[:-1],
+        "positions": positions[:-1],
+        "mask": counted.astype(np.float32),
+    }
 
 
 def make_source(tokens_dir: Path | str, seq_len: int, split: str = "train") -> dict[str, RowSource]:
@@ -273,15 +294,26 @@ class BatchStream:
     """The batches of a run: `batch_at(step)` for any step >= 0, in any order."""
 
     def __init__(self, phases: Sequence[Phase], datasets: Sequence) -> None:
+        """Takes an endless `grain.MapDataset` of rows for each phase."""
         self.phases = tuple(phases)
         self._datasets = tuple(datasets)
 
-    def batch_at(self, step: int) -> Batch:
-        """Return the batch of training step `step`."""
+    def batch_at(self, step: int, rows: range | None = None) -> Batch:
+        """The batch of training step `step`, or only those `rows` of it: no other is read."""
         if step < 0:
             raise UsageError(f"data: step is {step}, expected at least 0")
         index = sum(phase.start <= step for phase in self.phases) - 1
-        return self._datasets[index][step - self.phases[index].start]
+        phase, dataset = self.phases[index], self._datasets[index]
+        rows = range(phase.batch_size) if rows is None else rows
+        if not rows or min(rows) < 0 or max(rows) >= phase.batch_size:
+            raise UsageError(f"data: {rows} of a batch of {phase.batch_size} rows")
+        first = (step - phase.start) * phase.batch_size
+        return stack_rows([dataset[first + row] for row in rows])
+
+
+def stack_rows(rows: Sequence[Batch]) -> Batch:
+    """Rows as one batch."""
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def make_stream(
@@ -294,9 +326,8 @@ def make_stream(
 ) -> BatchStream:
     """Build the stream of a run whose row length and batch size change at the given steps.
 
-    `phases` start at step 0 and ascend. Each shuffles anew from `seed`. `weights` (default: those
-    stored with the data) are the shares of the kinds in every batch; a kind given no weight is
-    left out. Raises `UsageError` if grain is missing or the phases or weights make no sense.
+    `phases` start at step 0 and ascend; each shuffles anew from `seed`. `weights` (default: the
+    stored ones) are the kinds' shares of every batch. Raises `UsageError` if they make no sense.
     """
     starts = [p.start for p in phases]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
@@ -316,26 +347,28 @@ def make_stream(
     datasets = []
     for index, phase in enumerate(phases):
         sources = make_source(tokens_dir, phase.seq_len, split)
-        datasets.append(mix_sources(sources, shares, seed + index, phase.batch_size))
+        if phase.batch_size < 1:
+            raise UsageError(f"data: batch_size is {phase.batch_size}, expected at least 1")
+        datasets.append(mix_sources(sources, shares, seed + index))
     return BatchStream(phases, datasets)
 
 
-def mix_sources(
-    sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int, batch_size: int
-):
-    """Return an endless `grain.MapDataset` of batches; item i needs no item before it."""
-    try:
-        import grain
-    except ImportError as error:
-        raise UsageError("data: grain is not installed; pip install grain") from error
+def mix_sources(sources: Mapping[str, Any], weights: Mapping[str, float], seed: int):
+    """An endless `grain.MapDataset` of the rows of `sources`; item i needs no item before it.
+
+    A source has `len` and rows by index; it is shuffled, and anew once it is used up. Raises
+    `UsageError` if none has a weight.
+    """
+    import grain
+
     used = [k for k in sources if weights.get(k, 0.0) > 0]
-    if not used or batch_size < 1:
-        raise UsageError(f"data: nothing to draw (kinds {used}, batch size {batch_size})")
+    if not used:
+        raise UsageError("data: nothing to draw: no kind has a weight above 0")
     parts = [
         grain.MapDataset.source(sources[k]).shuffle(seed=seed + 1000 * i).repeat()
         for i, k in enumerate(used)
     ]
-    return grain.MapDataset.mix(parts, weights=[weights[k] for k in used]).batch(batch_size)
+    return grain.MapDataset.mix(parts, weights=[weights[k] for k in used])
 
 
 def heldout_rows(

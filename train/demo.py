@@ -23,7 +23,7 @@ from infer.suite import Result, Suite, choose_link, compare_resident, run_all, s
 from train.config_files import load_config, to_json
 from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
 from train.devices import use_cpu_devices
-from train.distill import DistillConfig, distill, initial_draft, open_data
+from train.distill import DistillConfig, distill, initial_draft, open_rows
 from train.evaluate import mean_missing, teacher_forced
 from train.loop import Metrics
 from train.teacher import Teacher, as_teacher
@@ -50,7 +50,7 @@ def train_arms(
     target: Target, config: DistillConfig, *, full: bool, out: Path
 ) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[Metrics]]:
     """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
-    data = open_data(config, target)
+    data = open_rows(config, target)
     if not data.held_out:
         raise UsageError(f"{config.data}: too little text to hold some out; give more documents")
     teacher = as_teacher(target)

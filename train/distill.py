@@ -15,14 +15,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.paths import existing_file, kind_of
 from dejax.sharding import data_mesh, replicate, split_batch, unreplicate
 from dejax.target import Target, load_target, model_folder
 from dejax.target import load_config as load_model_config
@@ -32,25 +30,15 @@ from infer.output import check_output_folder, make_folder, report
 from infer.units import format_bytes
 from train.closed_form import InitConfig, fit_draft
 from train.config_files import load_config, to_json
-from train.data import Phase, heldout_rows, make_stream
 from train.devices import use_cpu_devices
 from train.distill_plan import plan_distillation
-from train.distill_step import Batch, DistillState, Objective, make_step
+from train.distill_step import DistillState, Objective, make_step
+from train.documents import BatchAt, Data, LossOn, check_data, open_data
 from train.evaluate import teacher_forced
 from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
 from train.losses import LossWeights
 from train.optimizer import OptimizerConfig, make_optimizer
-from train.packed_rows import (
-    PackedRows,
-    encode_documents,
-    pad_rows,
-    read_documents,
-    split_documents,
-)
 from train.teacher import Teacher, as_teacher
-
-BatchAt = Callable[[int], Batch]
-"""Training step (from 0) -> packed rows."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +46,20 @@ class DistillConfig:
     """A distillation.
 
     Attributes:
-      target: a model folder, or tiny; data: documents as JSON lines, a folder written by
-      `python -m train.data`, or demo; draft: shape of the draft experts (none: as wide as a routed
-      expert); init: what they start from; losses: weights of the four; objective: `all`, or
-      `residual-local` (the cheap first stage); seq_len, batch_size: shape of a batch; dtype: what
-      the target's weights are held in; remat: recompute layers in the backward pass, for less
-      memory; cpu_devices: where there is no accelerator, split batches over so many devices.
+      target: a model folder, or tiny; data: documents (JSON lines, Parquet, what `dejax generate
+      --json` wrote, or hub:NAME), a folder written by `python -m train.data`, or demo; loss_on:
+      which tokens count, all or what the assistant says; text_column: the column that has the text;
+      draft: shape of the draft experts (none: as wide as a routed expert); init: what they start
+      from; losses: weights of the four; objective: `all`, or `residual-local` (the cheap first
+      stage); seq_len, batch_size: shape of a batch; dtype: what the target's weights are held in;
+      remat: recompute layers in the backward pass, for less memory; cpu_devices: where there is no
+      accelerator, split batches over so many devices.
     """
 
     target: str = "tiny"
     data: str = "demo"
+    loss_on: LossOn = "all"
+    text_column: str = "text"
     draft: DraftConfig | None = None
     init: InitConfig = InitConfig()
     losses: LossWeights = LossWeights()
@@ -135,7 +127,7 @@ def distill(
 
     Args:
       target: the target, or one laid out by `as_teacher`.
-      batch_at: step -> packed rows (`PackedRows.batch_at`, or a `BatchStream`'s), of one shape.
+      batch_at: step -> packed rows (`Data.batch_at`), of one shape.
       workdir: where checkpoints and metrics go; None keeps everything in memory.
       resume: continue from the newest checkpoint in `workdir`.
       initial: stacked draft parameters to start from; None makes them with `initial_draft`.
@@ -206,42 +198,18 @@ def _check_shape(config: DistillConfig, model: ModelConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Data:
-    """Rows of a run: `batch_at` to train on, and held-out batches (maybe none)."""
-
-    batch_at: BatchAt
-    held_out: tuple[Batch, ...]
-
-
-_HELD_OUT_ROWS = 64
-
-
-def open_data(config: DistillConfig, target: Target) -> Data:
-    """The rows that `config.data` names, packed; of documents one in sixteen is held out.
-
-    Raises:
-      UsageError: there is no such data, or text for a target without a tokenizer.
-    """
-    folder, size = Path(config.data), config.batch_size
-    if config.data != "demo" and kind_of(folder) == "folder":
-        phases = [Phase(start=0, seq_len=config.seq_len, batch_size=size)]
-        stream = make_stream(folder, phases, seed=config.seed)
-        kinds = [row for _, row in heldout_rows(folder, config.seq_len, most=_HELD_OUT_ROWS // 8)]
-        parts = [kinds[start : start + size] for start in range(0, len(kinds), size)]
-        held = [{key: np.stack([r[key] for r in part]) for key in part[0]} for part in parts]
-        return Data(stream.batch_at, tuple(pad_rows(batch, size) for batch in held))
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name}: the folder has no tokenizer, and the data is text")
-    trained, held_out = split_documents(read_documents(config.data))
-    order = np.random.default_rng(config.seed).permutation(len(trained))
-    encoded = encode_documents([trained[i] for i in order], target.tokenizer)
-    rows = PackedRows(encoded, config.seq_len)
-    batches: tuple[Batch, ...] = ()
-    if held_out:
-        others = PackedRows(encode_documents(held_out, target.tokenizer), config.seq_len)
-        batches = tuple(others.batches(size, most=_HELD_OUT_ROWS))
-    return Data(partial(rows.batch_at, batch_size=size, seed=config.seed), batches)
+def open_rows(config: DistillConfig, target: Target) -> Data:
+    """The rows that `config.data` names, as `train.documents` opens them for this target."""
+    return open_data(
+        config.data,
+        target.tokenizer,
+        vocab_size=target.config.vocab_size,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        loss_on=config.loss_on,
+        text_column=config.text_column,
+    )
 
 
 @dataclass(frozen=True)
@@ -262,9 +230,10 @@ class Arguments:
     """Write the result here as JSON; - is standard output."""
 
 
-ABOUT = """Train draft experts for a target. A config's data is a file of documents as JSON lines
-({"text": ...} or {"messages": [...]} a line, maybe .gz), a folder written by `python -m
-train.data`, or demo, dejax's own documents."""
+ABOUT = """Train draft experts for a target. A config's data is documents as JSON lines (maybe
+.gz) or Parquet, with text, messages, prompt and completion, or what `dejax generate --json` wrote:
+a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder written by `python -m
+train.data`; or demo, dejax's own documents."""
 
 
 def main(argv: list[str]) -> int:
@@ -287,12 +256,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check_data(data: str) -> None:
-    """Refuses, before anything is loaded, data that is not there."""
-    if data != "demo" and kind_of(data) != "folder":
-        existing_file(data, "documents as JSON lines, a folder of tokens, or the name demo")
-
-
 def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
     """Distills as configured, saves the draft under `out`, and tells how it went."""
     folder = model_folder(config.target)
@@ -300,7 +263,7 @@ def _train(config: DistillConfig, out: Path, *, resume: bool) -> dict[str, Any]:
     check_draft_folder(out / "draft")
     say(f"loading {config.target}")
     target = load_target(config.target, dtype=config.dtype)
-    data = open_data(config, target)
+    data = open_rows(config, target)
     target_config, teacher = target.config, as_teacher(target)
     del target  # its arrays are copied: not held twice while training
 

@@ -20,7 +20,6 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.paths import existing_file
 from dejax.target import Target, load_target, read_outline
 from infer.arguments import (
     DraftSpec,
@@ -41,10 +40,12 @@ from infer.report import stats
 from train.beside_original import beside_original
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
+from train.document_files import HUB, find_files
 from train.losses import Total
-from train.packed_rows import PackedRows, encode_documents, read_documents, split_documents
+from train.packed_rows import PackedRows, split_documents
 from train.stacked import StackedDef, StackedParams
 from train.teacher import Teacher, as_teacher
+from train.token_cache import check_vocabulary, open_documents
 
 ROUND_ROWS = 5
 """Rows of a verification in the teacher-forced prefetch figures: one pending, four drafted."""
@@ -198,8 +199,10 @@ def in_loop(
 
 
 def documents(text: str) -> str:
-    """`--data`: a file of documents, or `demo`."""
-    return text if text == "demo" else str(existing_file(text, "JSON lines, or the name demo"))
+    """`--data`: the name of a source of documents."""
+    if not text.startswith(HUB):
+        find_files(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -210,8 +213,8 @@ class Arguments:
     """A Hugging Face folder, a converted folder, or tiny."""
     draft: DraftSpec
     """The draft experts: a folder from `dejax distill`, or untrained ones."""
-    data: Annotated[str, ParsedBy(documents, "FILE|demo")] = "demo"
-    """Documents as JSON lines ({"text": ...} or {"messages": [...]} a line), or the demo's."""
+    data: Annotated[str, ParsedBy(documents, "DATA")] = "demo"
+    """Documents: JSON lines or Parquet, a folder or pattern of them, hub:NAME, or the demo's."""
     original: Model | None = None
     """The model that MODEL was converted from, to tell what its quantised experts cost."""
     prompts: InputFile | None = None
@@ -257,15 +260,13 @@ def evaluation_rows(
     target: Target, data: str, *, seq_len: int, batch_size: int, most: int | None
 ) -> tuple[list[Batch], list[Batch]]:
     """Rows to score, and as many others (where there are) to calibrate the mean on."""
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name}: the folder has no tokenizer, and the data is text")
-    documents = read_documents(data)
-    trained, held = split_documents(documents)
+    documents = open_documents(data, target.tokenizer)
+    check_vocabulary(data, documents, target.config.vocab_size)
+    trained, held = split_documents(len(documents))
     if data != "demo":
-        trained, held = documents[::2], documents[1::2] or documents
-    scored, other = (
-        PackedRows(encode_documents(part, target.tokenizer), seq_len) for part in (held, trained)
-    )
+        places = np.arange(len(documents))
+        trained, held = places[::2], places[1::2] if len(places) > 1 else places
+    scored, other = (PackedRows(documents, part, seq_len=seq_len) for part in (held, trained))
     batches = list(scored.batches(batch_size, most=most))
     return batches, list(other.batches(batch_size, most=len(batches) * batch_size))
 
