@@ -22,9 +22,9 @@ from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.sharding import data_mesh, replicate, split_batch, unreplicate
-from dejax.target import Target, load_target, model_folder
+from dejax.target import Target, load_target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
-from infer.arguments import OutputFile, OutputFolder, Positional, Settings, parse
+from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table, say
 from infer.output import check_output_folder, make_folder, report
 from infer.units import format_bytes
@@ -38,6 +38,7 @@ from train.evaluate import teacher_forced
 from train.loop import LoopConfig, Metrics, Resume, check_resume, check_seed_and_devices, run
 from train.losses import LossWeights
 from train.optimizer import OptimizerConfig, make_optimizer
+from train.show_mask import show_mask
 from train.teacher import Teacher, as_teacher
 
 
@@ -226,6 +227,8 @@ class Arguments:
     """auto continues from the newest checkpoint in OUT, if there is one; none refuses to."""
     dry_run: bool = False
     """Print what would be trained and the memory it takes, and stop."""
+    show_mask: PositiveInt | None = None
+    """Print so many documents token by token, with what counts in the losses, and stop."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
 
@@ -245,6 +248,16 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
     use_cpu_devices(config.cpu_devices)
     check_data(config.data)
+    if args.show_mask is not None:
+        show_mask(
+            config.data,
+            load_tokenizer(model_folder(config.target)),
+            most=args.show_mask,
+            loss_on=config.loss_on,
+            text_column=config.text_column,
+            json=args.json,
+        )
+        return 0
     if args.dry_run:
         plan = _plan(config)
         report(args.json, plan, lambda: _show_plan(config.target, plan))

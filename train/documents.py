@@ -60,7 +60,7 @@ class Data:
 
 def check_data(name: str) -> None:
     """Refuses, before anything is loaded, data that is not there; the hub is not asked."""
-    if not name.startswith(HUB) and not _is_token_folder(name):
+    if not name.startswith(HUB) and not is_token_folder(name):
         find_files(name)
 
 
@@ -90,7 +90,7 @@ def open_data(
       UsageError: there is no such data, it does not fit the target, or nothing of it counts.
       FailedError: it cannot be fetched or kept.
     """
-    if _is_token_folder(name):
+    if is_token_folder(name):
         if loss_on != "all":
             raise UsageError(f"{name}: token arrays have no turns; set loss_on=all")
         return _open_tokens(
@@ -160,7 +160,7 @@ def read_ahead(get: Callable[[int], T], steps: Iterable[int], *, ahead: int = 2)
                 future.cancel()
 
 
-def _is_token_folder(name: str) -> bool:
+def is_token_folder(name: str) -> bool:
     """Whether `python -m train.data` wrote it."""
     if name == "demo" or name.startswith(HUB) or kind_of(name) != "folder":
         return False
