@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dejax.errors import FailedError, UsageError
 from dejax.paths import existing_file, kind_of, reason, shown
@@ -128,8 +128,13 @@ def find_files(name: str) -> list[Path]:
 def _file_documents(path: Path, text_column: str) -> Iterator[Document]:
     try:
         with path.open("rb") as file:
-            parquet = file.peek(4)[:4] == b"PAR1"
-            rows = _parquet_rows(path, text_column) if parquet else _json_rows(file, path)
+            begin = file.peek(4)[:4]
+            if begin == b"PAR1":
+                rows = _parquet_rows(path, text_column)
+            else:
+                plain: Any = gzip.open(file) if begin[:2] == b"\x1f\x8b" else file
+                # JSON may hold other separators of lines unescaped: only \n ends one.
+                rows = _json_rows(io.TextIOWrapper(plain, "utf-8-sig", newline="\n"), path)
             for where, row in rows:
                 yield as_document(row, where, text_column)
     except OSError as error:  # gzip's too: a stream that is damaged
@@ -138,11 +143,8 @@ def _file_documents(path: Path, text_column: str) -> Iterator[Document]:
         raise UsageError(f"{shown(path)} cannot be read as JSON lines ({error})") from None
 
 
-def _json_rows(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
+def _json_rows(text: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
     """(where, row) of JSON lines; of one JSON value instead, its list or its `generations`."""
-    packed = path.suffix == ".gz"
-    # JSON may hold other separators of lines unescaped: only \n ends one.
-    text = io.TextIOWrapper(gzip.open(file) if packed else file, "utf-8-sig", newline="\n")
     first = True
     for number, line in enumerate(text, start=1):
         if not line.strip():
@@ -151,7 +153,8 @@ def _json_rows(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            row = _whole_value(line + text.read()) if first else None
+            several = first and (line.strip() == "{" or line.lstrip().startswith("["))
+            row = _whole_value(line + text.read()) if several else None
             if row is None:
                 raise UsageError(f"{where} is not JSON ({error})") from None
             row = row if isinstance(row, list) or "generations" in row else [row]

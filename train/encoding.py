@@ -88,7 +88,7 @@ def _check_template(template: str, loss_on: LossOn, document: Document) -> None:
         raise UsageError(
             f"{document.where}: loss_on is assistant, and the tokenizer's chat template does not "
             "mark what the assistant says; put {% generation %} and {% endgeneration %} around it "
-            "in the template, or set loss_on=all"
+            "in the model folder's template, or set loss_on=all"
         )
 
 
