@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
-from dejax.errors import UsageError
+from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig, Controller
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import Target, check_dtype, load_target, read_outline
@@ -36,7 +36,7 @@ from infer.decoder import Decoder, Offload, check_host_cache
 from infer.engine import LAYOUT
 from infer.link import parse_link
 from infer.output import report
-from infer.prompts import encode_prompts, is_text, read_prompts
+from infer.prompts import OnBad, count_prompts, encode_prompts, is_text, left_out, read_prompts
 from infer.report import stats
 from infer.trace import Round, write_trace
 from infer.units import format_decimal_bytes
@@ -111,6 +111,7 @@ def generate(
     link: str = "real",
     chat: bool = True,
     on_round: Callable[[int, Round], None] = lambda index, record: None,
+    on_bad: OnBad | None = None,
     aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Generation]:
     """Decodes prompts one after another; tokens do not depend on mode, caches, prefetch or link.
@@ -125,6 +126,7 @@ def generate(
       link: "real" or "sim:GBPS[,LATENCY_US]".
       chat: use the tokenizer's chat template.
       on_round: called with the prompt's index and each trace record.
+      on_bad: given, a prompt that cannot be decoded or that fails is told to it and left out.
       aside: given what is done before the first token, makes the context it is done in.
 
     Raises:
@@ -140,7 +142,7 @@ def generate(
         prefetch=prefetch,
     )
     check_options(options, target.config, drafts=draft is not None)
-    encoded = encode_prompts(target, prompts, chat=chat)
+    encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
     longest = max((len(ids) for _, ids in encoded), default=1) + max_new_tokens
     capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
     offload = Offload(device_cache=device_cache, host_cache=host_cache, link=parse_link(link))
@@ -153,8 +155,9 @@ def generate(
                 decoder.warm_up(options)
         for index, (record, ids) in enumerate(encoded):
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
-            trace = decoder.run(ids, options, on_round=seen)
-            results.append(to_generation(target, record, ids, trace, options))
+            with left_out(record["id"], on_bad):
+                trace = decoder.run(ids, options, on_round=seen)
+                results.append(to_generation(target, record, ids, trace, options))
     return results
 
 
@@ -200,6 +203,8 @@ class Arguments:
     """The text of one prompt; either this or --prompts is needed."""
     prompts: InputFile | None = None
     """Prompts as JSON lines: an object with prompt, and maybe id, a line."""
+    skip_bad: bool = False
+    """Leave out, and count, prompts that cannot be decoded or that fail, rather than stop."""
     mode: Mode = "ar"
     """How to decode: one token a step, or drafting with top-r or draft experts; same tokens."""
     draft: DraftSpec | None = None
@@ -248,6 +253,8 @@ class Arguments:
     def __post_init__(self):
         if (self.prompt is None) == (self.prompts is None):
             raise UsageError("give either --prompt TEXT or --prompts FILE")
+        if self.skip_bad and self.prompts is None:
+            raise UsageError("--skip-bad is for --prompts FILE")
         if self.draft is not None and self.mode != "draft-expert":
             raise UsageError(f"--draft is for --mode draft-expert, not {self.mode}")
         if self.draft is None and self.mode == "draft-expert":
@@ -322,8 +329,10 @@ def main(argv: list[str]) -> int:
     about = "Decode prompts with offloaded experts; the target alone chooses every token."
     args = parse(Arguments, argv, prog="dejax generate", description=about)
     prompts = [{"id": "0", "prompt": args.prompt}]
+    bad: list[tuple[Any, UsageError | FailedError]] = []
+    on_bad = (lambda name, error: bad.append((name, error))) if args.skip_bad else None
     if args.prompts is not None:
-        prompts = read_prompts(args.prompts)
+        prompts = read_prompts(args.prompts, on_bad=on_bad)
     draft = args.check()
     say(f"loading {args.model}")
     target = load_target(args.model, args.dtype)
@@ -350,14 +359,21 @@ def main(argv: list[str]) -> int:
             link=args.link,
             chat=args.chat,
             on_round=_Stream(target, prompts, bar, text=one),
+            on_bad=on_bad,
             aside=bar.aside,
         )
+    counted = count_prompts(len(results), bad)
+    if not results:
+        raise type(bad[0][1])(f"none of {len(bad)} prompts was decoded; the first: {bad[0][1]}")
     if args.trace is not None:
         header = {"model": target.name, "mode": args.mode, "link": args.link}
         write_trace(args.trace, header, {result.id: result.trace for result in results})
-    generations = {"generations": [result.to_json() for result in results]}
-    report(args.json, generations, lambda: _show(results, streamed=one))
-    return 0
+    result = {"generations": [result.to_json() for result in results]} | counted
+    report(args.json, result, lambda: _show(results, streamed=one))
+    if bad:
+        counts = ", ".join(f"{count} {name}" for name, count in counted["counts"].items())
+        say(f"prompts: {counts}; the first left out: {bad[0][1]}")
+    return FailedError.exit_status if counted["failed"] else 0
 
 
 def _show(results: Sequence[Generation], *, streamed: bool) -> None:

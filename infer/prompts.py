@@ -1,23 +1,28 @@
 """Prompts: read from JSON lines, checked, and turned into token ids."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import dejax
-from dejax.errors import UsageError
+from dejax.errors import FailedError, UsageError
 from dejax.paths import read_file
 from dejax.target import Target
 
 DEMO_PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
 """The prompts that come with dejax; no text that it trains on has them."""
 
+OnBad = Callable[[Any, UsageError | FailedError], None]
+"""Told the id of a prompt that is left out, and why."""
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+
+def read_prompts(path: Path, *, on_bad: OnBad | None = None) -> list[dict[str, Any]]:
     """The prompts of a JSON lines file: objects with `id`, `prompt` and whatever else they carry.
 
-    A missing `id` becomes the line's number; blank lines are skipped.
+    A missing `id` becomes the line's number; blank lines are skipped. With `on_bad`, a line that is
+    no prompt is told by its number and left out.
 
     Raises:
         UsageError: with file and line, for what is no UTF-8, no JSON object, or has no `prompt`.
@@ -28,11 +33,41 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 (byte {error.start}); expected JSON lines") from error
     # JSON may hold the other separators of `splitlines` unescaped.
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_prompt(line, f"{path}: line {n}", n) for n, line in lines if line.strip()]
-    if not prompts:
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
         raise UsageError(f'{path}: no prompts; expected JSON lines such as {{"prompt": "Hello"}}')
+    prompts = []
+    for number, line in lines:
+        with left_out(number, on_bad):
+            prompts.append(_prompt(line, f"{path}: line {number}", number))
     return prompts
+
+
+@contextlib.contextmanager
+def left_out(name: Any, on_bad: OnBad | None) -> Iterator[None]:
+    """With `on_bad`, an error of the block, which is about one prompt, goes to it, no further."""
+    try:
+        yield
+    except (UsageError, FailedError) as error:
+        if on_bad is None:
+            raise
+        on_bad(name, error)
+
+
+def count_prompts(
+    written: int, bad: Sequence[tuple[Any, UsageError | FailedError]]
+) -> dict[str, Any]:
+    """How many prompts came in and what became of them, and the reasons of those left out.
+
+    Skipped is what could not be decoded, failed what went wrong while it was.
+    """
+    failed, skipped = (
+        [{"id": str(name), "reason": str(error)} for name, error in bad if isinstance(error, kind)]
+        for kind in (FailedError, UsageError)
+    )
+    counts = {"input": written + len(bad), "written": written}
+    counts |= {"failed": len(failed), "skipped": len(skipped)}
+    return {"counts": counts, "failed": failed, "skipped": skipped}
 
 
 def _prompt(line: str, where: str, line_number: int) -> dict[str, Any]:
@@ -85,9 +120,11 @@ def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int
 
 
 def encode_prompts(
-    target: Target, prompts: Sequence[Any], *, chat: bool
+    target: Target, prompts: Sequence[Any], *, chat: bool, on_bad: OnBad | None = None
 ) -> list[tuple[dict[str, Any], list[int]]]:
     """(record, token ids) of prompts given as text, as token ids, or as records with `prompt`.
+
+    With `on_bad`, a prompt that cannot be decoded is told and left out.
 
     Raises:
       UsageError: a prompt is none of these, is empty, fills the context, has tokens outside of the
@@ -95,13 +132,17 @@ def encode_prompts(
     """
     if isinstance(prompts, str):
         raise UsageError("prompts is one text; expected a list of prompts")
-    encoded = [_encode(target, index, prompt, chat) for index, prompt in enumerate(prompts)]
+    encoded = []
     seen: set[str] = set()
-    for record, ids in encoded:
-        if str(record["id"]) in seen:
-            raise UsageError(f"two prompts have the id {record['id']!r}; expected each id once")
-        seen.add(str(record["id"]))
-        _check_tokens(target, record["id"], ids)
+    for index, prompt in enumerate(prompts):
+        name = prompt.get("id", index) if isinstance(prompt, dict) else index
+        with left_out(name, on_bad):
+            record, ids = _encode(target, index, prompt, chat)
+            if str(name) in seen:
+                raise UsageError(f"two prompts have the id {name!r}; expected each id once")
+            seen.add(str(name))
+            _check_tokens(target, name, ids)
+            encoded.append((record, ids))
     return encoded
 
 

@@ -21,9 +21,9 @@ from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
-from dejax.target import Target, load_target, model_folder
+from dejax.target import Target, load_target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
-from infer.arguments import OutputFile, OutputFolder, Positional, Settings, parse
+from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table
 from infer.output import check_output_folder, make_folder, report
 from infer.prompts import DEMO_PROMPTS, read_prompts
@@ -39,6 +39,7 @@ from train.flops import peak_flops, step_flops
 from train.kv_mix import draw_blocks
 from train.loop import Measure, Metrics, Resume, check_resume, run
 from train.optimizer import make_optimizer
+from train.show_mask import show_mask
 from train.teacher import Teacher, as_teacher, load_teacher
 
 __all__ = ["DistillConfig", "distill", "draft_config", "initial_draft", "open_rows"]
@@ -209,6 +210,8 @@ class Arguments:
     """auto continues from the newest checkpoint in OUT, if there is one; none refuses to."""
     dry_run: bool = False
     """Print what would be trained and the memory it takes, and stop."""
+    show_mask: PositiveInt | None = None
+    """Print so many documents token by token, with what counts in the losses, and stop."""
     distributed: Distributed = "none"
     """One of several processes: auto (SLURM, Kubernetes, TPU pods), or HOST:PORT,COUNT,INDEX."""
     json: OutputFile | None = None
@@ -229,6 +232,16 @@ def main(argv: list[str]) -> int:
     if not isinstance(config, DistillConfig):
         raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
     check_data(config.data)
+    if args.show_mask is not None:
+        show_mask(
+            config.data,
+            load_tokenizer(model_folder(config.target)),
+            most=args.show_mask,
+            loss_on=config.loss_on,
+            text_column=config.text_column,
+            json=args.json,
+        )
+        return 0
     start_devices(config.cpu_devices, args.distributed)
     mesh = make_mesh(config.mesh)
     model = load_model_config(model_folder(config.target))

@@ -41,7 +41,7 @@ class TokenizedDocuments:
     fingerprint: str
 
     def __init__(self, dataset: Any):
-        """Takes a `datasets.Dataset` with the columns of `_features`."""
+        """Takes a `datasets.Dataset` with the columns of `features`."""
         table = dataset.data
         self._tokens = [_ListChunk(chunk) for chunk in table.column("tokens").chunks]
         self._counts = [_ListChunk(chunk) for chunk in table.column("counts").chunks]
@@ -107,7 +107,7 @@ def open_documents(
         try:
             dataset = datasets.Dataset.from_generator(
                 lambda: _encoded_rows(source, tokenizer, loss_on),
-                features=_features(datasets),
+                features=features(),
                 cache_dir=None if cache_dir is None else str(cache_dir),  # type: ignore[arg-type]
                 fingerprint=key,
             )
@@ -116,10 +116,11 @@ def open_documents(
             if isinstance(cause, UsageError | FailedError):
                 raise cause from None
             raise FailedError(f"{name}: cannot be tokenized ({_line(cause)})") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the disk's errors, and Arrow's of a damaged file
+            folder = cache_dir or datasets.config.HF_DATASETS_CACHE
             raise FailedError(
-                f"{name}: tokenized documents cannot be kept ({_line(error)}); HF_HOME names the "
-                "folder of the cache"
+                f"{name}: tokenized documents cannot be kept in {folder}, or read back "
+                f"({_line(error)}); remove what is there, or name another folder in HF_HOME"
             ) from error
     return TokenizedDocuments(dataset)
 
@@ -137,7 +138,10 @@ def check_vocabulary(name: str, documents: TokenizedDocuments, vocab_size: int) 
         )
 
 
-def _features(datasets: Any) -> Any:
+def features() -> Any:
+    """The columns that are kept of a document, as `datasets.Features`."""
+    import datasets
+
     value = datasets.Value
     return datasets.Features(
         tokens=datasets.List(value("int32")),

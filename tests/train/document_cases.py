@@ -4,11 +4,13 @@ import copy
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from tests.train.small_model import tokenizer_of
+from train.token_cache import TokenizedDocuments, features
 
 MARKED = (
     "{% for message in messages %}"
@@ -51,3 +53,19 @@ def write(path: Path, documents) -> Path:
         data = "\n".join(json.dumps(document) for document in documents)
     path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
     return path
+
+
+def tokenized(tokens, counts=None) -> TokenizedDocuments:
+    """Documents of these token ids, all of which count unless told."""
+    counts = [[True] * len(ids) for ids in tokens] if counts is None else counts
+    columns = {
+        "tokens": tokens,
+        "counts": counts,
+        "counted": [sum(each) for each in counts],
+        "largest": [max(ids, default=-1) for ids in tokens],
+        "digest": [repr(ids).encode() for ids in tokens],
+    }
+    return TokenizedDocuments(SimpleNamespace(data=pa.table(columns, schema=SCHEMA)))
+
+
+SCHEMA = features().arrow_schema

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -260,7 +259,7 @@ def test_kinds_are_mixed_by_weight(prepared):
 
 def test_every_row_is_seen_before_any_comes_twice(prepared):
     source = make_source(prepared[0], T)["sotu"]
-    batches = data.mix_sources({"sotu": source}, {"sotu": 1.0}, seed=0, batch_size=1)
+    batches = data.mix_sources({"sotu": source}, {"sotu": 1.0}, seed=0)
     seen = [batches[i]["tokens"].tobytes() for i in range(2 * len(source))]
     first, second = seen[: len(source)], seen[len(source) :]
     assert sorted(first) == sorted(second) and first != second
@@ -276,7 +275,7 @@ def test_heldout_rows_cover_the_split(prepared):
     assert {kind for kind, _ in heldout_rows(out, T, most=1)} == set(counts)
 
 
-def test_stream_errors(prepared, monkeypatch):
+def test_stream_errors(prepared):
     out, _, _ = prepared
     for phases in ([], [Phase(5, T, 1)], [Phase(0, T, 1), Phase(0, T, 2)]):
         with pytest.raises(UsageError, match="phases start at"):
@@ -287,6 +286,7 @@ def test_stream_errors(prepared, monkeypatch):
         make_stream(out, [Phase(0, T, 1)], seed=0, weights={"code": 1.0})
     with pytest.raises(UsageError, match="at least 0"):
         make_stream(out, [Phase(0, T, 1)], seed=0).batch_at(-1)
-    monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(UsageError, match="grain is not installed"):
-        make_stream(out, [Phase(0, T, 1)], seed=0)
+    with pytest.raises(UsageError, match="batch_size is 0, expected at least 1"):
+        make_stream(out, [Phase(0, T, 0)], seed=0)
+    with pytest.raises(UsageError, match="of a batch of 2 rows"):
+        make_stream(out, [Phase(0, T, 2)], seed=0).batch_at(0, range(1, 3))
