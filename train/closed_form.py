@@ -202,10 +202,8 @@ def fit_draft(
     importance = np.sum([part.astype(np.float64) for part in parts], axis=0)
     count = width if config.fit == "zero" else min(width * config.pool, importance[0].size)
     chosen = [most_important(layer, max(width, count)) for layer in importance]
-    copies = [
-        copy_neurons(jnp.asarray(on_host(stack)), neurons, teacher.config.width)
-        for stack, neurons in zip(teacher.params.routed, chosen, strict=True)
-    ]
+    copy = partial(_copied, teacher.params.routed, width=teacher.config.width)
+    copies = [jnp.asarray(on_host(copy(place, ids))) for place, ids in enumerate(chosen)]
     gamma = jnp.ones(len(copies), copies[0].dtype)
     if config.fit == "zero":
         return {"weights": jnp.stack(copies), "gamma": gamma}, [1.0] * len(copies)
@@ -218,6 +216,18 @@ def fit_draft(
     ]
     stacked = jnp.stack([weights for weights, _ in fits])
     return {"weights": stacked, "gamma": gamma}, [left for _, left in fits]
+
+
+@partial(jax.jit, static_argnames="width")
+def _copied(
+    routed: Float[Array, "L E 3 _F _D"],
+    place: Any,
+    neurons: Any,
+    *,
+    width: int,
+) -> Float[Array, "3 count D"]:
+    """`copy_neurons` from the MoE layer at `place` of the stack."""
+    return copy_neurons(routed[place], neurons, width)
 
 
 def _fit_layer(

@@ -55,13 +55,13 @@ def most_important(importance: Float[np.ndarray, "E F"], count: int) -> Int[np.n
 
 
 def copy_neurons(
-    stack: Float[Array, "E 3 _F _D"], neurons: Int[np.ndarray, " count"], width: int
+    stack: Float[Array, "E 3 _F _D"], neurons: Int[Array, " count"], width: int
 ) -> Float[Array, "3 count D"]:
     """A draft expert with gate and up rows of these neurons, in float32 at least; down is zero.
 
     `width` is the model's. Draft experts have no biases: those of the neurons are left out.
     """
     wide = jnp.promote_types(stack.dtype, jnp.float32)
-    expert, neuron = np.divmod(neurons, stack.shape[2] - has_bias(stack, width))
+    expert, neuron = jnp.divmod(neurons, stack.shape[2] - has_bias(stack, width))
     rows = stack[expert, :, neuron, :width].astype(wide)
     return jnp.stack([rows[:, 0], rows[:, 1], jnp.zeros_like(rows[:, 0])])

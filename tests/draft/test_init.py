@@ -45,7 +45,7 @@ def test_the_most_important_neurons_are_copied_with_zero_output(layer):
     importance = np.asarray(neuron_importance(h, below_r(routing, 1), stack, mask))
     neurons = most_important(importance, 7)
     assert importance.reshape(-1)[neurons].min() >= np.sort(importance.reshape(-1))[-7]
-    weights = copy_neurons(stack, neurons, D)
+    weights = copy_neurons(stack, jnp.asarray(neurons), D)
     for place, flat in enumerate(neurons):
         np.testing.assert_array_equal(weights[:2, place], stack[flat // F, :2, flat % F])
     assert (weights[2] == 0).all() and (weights[:2] != 0).all()
@@ -59,9 +59,9 @@ def test_ties_go_to_the_lower_neuron():
 def test_copies_are_wide_enough_to_be_trained(layer):
     _, stack, _, _ = layer
     neurons = np.arange(3)
-    assert copy_neurons(stack.astype(jnp.bfloat16), neurons, D).dtype == jnp.float32
+    assert copy_neurons(stack.astype(jnp.bfloat16), jnp.asarray(neurons), D).dtype == jnp.float32
     with jax.enable_x64(True):
-        assert copy_neurons(jnp.asarray(stack, jnp.float64), neurons, D).dtype == jnp.float64
+        assert copy_neurons(jnp.asarray(stack, jnp.float64), jnp.asarray(neurons), D).dtype == jnp.float64
 
 
 def test_more_neurons_than_there_are_is_refused():
