@@ -166,7 +166,8 @@ class Sight:
         causal = causal_mask(segments)
         seen = jnp.concatenate([causal & ~own, causal & own], axis=-1)
         slots = jnp.concatenate([positions, positions], axis=-1)
-        return cls(positions, masks, with_window(config, seen, positions, slots))
+        mixed = with_window(config, seen, positions, slots)
+        return cls(positions=positions, masks=masks, mixed=mixed)
 
     def attend(
         self, layer: DecoderLayer, x: Float[Array, "B T D"], windowed: Any

@@ -37,7 +37,7 @@ CONFIG = DistillConfig(
 def test_the_loss_falls(tmp_path, name):
     target = load_target(write_folder(tmp_path / "m", raw_config(name)))
     batch = random_batch(target.config, rows=2, length=32)
-    draft, log = distill(target, lambda step: batch, CONFIG)
+    draft, log = distill(target, lambda step, rows: batch, CONFIG)
     losses = [row["loss"] for row in log]
     assert np.isfinite(losses).all() and losses[-1] < 0.98 * losses[0]
     assert sorted(draft.experts) == list(target.config.moe_layers)
