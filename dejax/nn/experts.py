@@ -12,7 +12,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dejax.config import ClampedSwiGLU
@@ -63,21 +62,11 @@ def expert_output(
     that product and the sum over experts once or twice, depending on how many experts a pass has.
     """
     inner = inner_outputs(h, expert, activation)
-    return _down(inner, expert, h.shape[-1], weights)
-
-
-def _down(
-    inner: Float[Array, "*rows F"],
-    expert: Expert,
-    width: int,
-    weights: Float[Array, "*rows"] | None = None,
-) -> Float[Array, "*rows D"]:
-    """The down projection of activations, times the row's weight if given."""
-    down, biased = expert[2].astype(inner.dtype), has_bias(expert, width)
+    down, biased = expert[2].astype(h.dtype), has_bias(expert, h.shape[-1])
     if biased:  # the last row of `down` is its bias: a neuron that is always 1
         inner = jnp.concatenate([inner, jnp.ones_like(inner[..., :1])], axis=-1)
         down = down[:, :-1]
-    return (inner if weights is None else inner * weights[..., None].astype(inner.dtype)) @ down
+    return (inner if weights is None else inner * weights[..., None].astype(h.dtype)) @ down
 
 
 def unique_weights(
@@ -122,6 +111,7 @@ def _blocks_output(
     return out + down[:, -1:]
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _blocks_in_turn(
     x: Float[Array, "N B D"],
     owner: Int[Array, " N"],
@@ -130,22 +120,46 @@ def _blocks_in_turn(
 ) -> Float[Array, "N B D"]:
     """`_blocks_output` one block after another, without a copy of the weights for each of them.
 
-    Blocks that no expert owns (`owner` is E) cost nothing. The backward pass keeps the neurons'
-    activations, not the weights, which a differentiated loop would save for every block.
+    Blocks that no expert owns (`owner` is E) cost nothing. The backward pass computes a block
+    again: differentiated as it stands, the loop would keep a stack for every block.
     """
-
-    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("inner"))
-    def used(rows, expert):
-        weights = stack[expert]
-        inner = checkpoint_name(inner_outputs(rows, weights, activation), "inner")
-        return _down(inner, weights, rows.shape[-1])
 
     def step(_, piece):
         rows, expert = piece
-        empty = partial(jnp.zeros_like, rows)
-        return None, jax.lax.cond(expert < len(stack), lambda: used(rows, expert), empty)
+        used = lambda: expert_output(rows, stack[expert], activation=activation)  # noqa: E731
+        return None, jax.lax.cond(expert < len(stack), used, partial(jnp.zeros_like, rows))
 
     return jax.lax.scan(step, None, (x, owner))[1]
+
+
+def _blocks_in_turn_fwd(x, owner, stack, activation):
+    y = _blocks_in_turn(x.value, owner.value, stack.value, activation)
+    return y, (x.value, owner.value, stack.value, stack.perturbed)
+
+
+def _blocks_in_turn_bwd(activation, residual, grad):
+    x, owner, stack, trained = residual
+
+    def step(total, piece):
+        rows, expert, slope = piece
+
+        def used(total):
+            def output(rows, weights):
+                return expert_output(rows, weights, activation=activation)
+
+            d_rows, d_weights = jax.vjp(output, rows, stack[expert])[1](slope)
+            return total.at[expert].add(d_weights) if trained else total, d_rows
+
+        return jax.lax.cond(
+            expert < len(stack), used, lambda total: (total, jnp.zeros_like(rows)), total
+        )
+
+    zero = jnp.zeros(stack.shape if trained else (), stack.dtype)
+    total, d_x = jax.lax.scan(step, zero, (x, owner, grad))
+    return d_x, None, total if trained else None
+
+
+_blocks_in_turn.defvjp(_blocks_in_turn_fwd, _blocks_in_turn_bwd, symbolic_zeros=True)
 
 
 def _ragged_output(
