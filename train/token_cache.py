@@ -101,6 +101,7 @@ def open_documents(
     parts = [_VERSION, source.key, tokenizer_key(tokenizer), loss_on]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     import datasets
+    from datasets import config
     from datasets.exceptions import DatasetGenerationError
 
     with _quiet(datasets):
@@ -117,7 +118,7 @@ def open_documents(
                 raise cause from None
             raise FailedError(f"{name}: cannot be tokenized ({_line(cause)})") from error
         except (OSError, ValueError) as error:  # the disk's errors, and Arrow's of a damaged file
-            folder = cache_dir or datasets.config.HF_DATASETS_CACHE
+            folder = cache_dir or config.HF_DATASETS_CACHE
             raise FailedError(
                 f"{name}: tokenized documents cannot be kept in {folder}, or read back "
                 f"({_line(error)}); remove what is there, or name another folder in HF_HOME"

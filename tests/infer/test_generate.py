@@ -8,16 +8,18 @@ import pytest
 
 from dejax import cli
 from dejax.ckpt.draft_state import save_draft
-from dejax.errors import UsageError
+from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.target import load_target
 from infer import generate as generate_module
 from infer.decode import Mode
+from infer.decoder import Decoder
 from infer.generate import generate
 from infer.prompts import encode_prompt
 from infer.trace import read_trace
 from tests.infer.random_target import draft_of
 from tests.train.small_model import VOCAB, write_model
+from train.documents import open_data
 
 CONTRACT = {
     *("id", "prompt", "prompt_tokens", "tokens", "text", "finish_reason", "mode", "lossless"),
@@ -208,18 +210,80 @@ def test_the_program_writes_json_and_trace(folder, tmp_path, capsys):
     assert cli.main([*base, *drafting, "--json", str(out), "--trace", str(trace)]) == 0
     printed = capsys.readouterr()
     assert "6 tokens" not in printed.out and "accepted" in printed.err
-    (written,) = json.loads(out.read_text()).items()
-    assert written[0] == "generations" and [g["id"] for g in written[1]] == ["a", "2"]
-    assert [g.get("task") for g in written[1]] == [None, "chat"]
-    assert printed.out.splitlines() == [f"[{g['id']}] {g['text']}" for g in written[1]]
+    result = json.loads(out.read_text())
+    written = result.pop("generations")
+    counts = {"input": 2, "written": 2, "failed": 0, "skipped": 0}
+    assert result == {"counts": counts, "failed": [], "skipped": []}
+    assert [g["id"] for g in written] == ["a", "2"]
+    assert [g.get("task") for g in written] == [None, "chat"]
+    assert printed.out.splitlines() == [f"[{g['id']}] {g['text']}" for g in written]
     header, rounds = read_trace(trace)
     assert header["mode"] == "draft-expert" and list(rounds) == ["a", "2"]
-    for generation in written[1]:
+    for generation in written:
         emitted = [t for record in rounds[generation["id"]] for t in record.emitted]
         assert emitted == generation["tokens"]
     assert cli.main([*base, "--json", "-"]) == 0
     again = json.loads(capsys.readouterr().out)["generations"]  # nothing else is printed there
-    assert [g["tokens"] for g in again] == [g["tokens"] for g in written[1]]
+    assert [g["tokens"] for g in again] == [g["tokens"] for g in written]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A call with prompts of which two can be decoded, and the places of its results."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    lines = [
+        {"id": "a", "prompt": "the draft"},
+        {"id": "long", "prompt": "the " * 200},
+        {"id": "b", "prompt": [1, 2, 3]},
+        {"id": "a", "prompt": "again"},
+        {"id": "other", "prompt": [VOCAB]},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + '\n{"prompt": \n')
+    return [*("--prompts", str(prompts), "--max-new-tokens", "4", "--json", str(out))], out
+
+
+def test_prompts_that_cannot_be_decoded_can_be_left_out(folder, mixed, capsys):
+    argv, out = mixed
+    assert cli.main(["generate", str(folder), *argv, "--skip-bad"]) == 0
+    result = json.loads(out.read_text())
+    assert [g["id"] for g in result["generations"]] == ["a", "b"]
+    assert result["counts"] == {"input": 6, "written": 2, "failed": 0, "skipped": 4}
+    skipped = {(entry["id"], entry["reason"].split(";")[0]) for entry in result["skipped"]}
+    assert ("a", "two prompts have the id 'a'") in skipped
+    assert {name for name, _ in skipped} == {"long", "a", "other", "6"}
+    said = "prompts: 6 input, 2 written, 0 failed, 4 skipped; the first left out: "
+    assert said in capsys.readouterr().err
+    # What was written is data to distill from.
+    data = open_data(str(out), None, vocab_size=VOCAB, seq_len=8, batch_size=1, loss_on="assistant")
+    batches = [data.batch_at(step) for step in range(32)]
+    counted = {t for b in batches for t in b["targets"][b["mask"] > 0].tolist()}
+    assert counted == {t for g in result["generations"] for t in g["tokens"]}
+
+
+def test_a_prompt_that_fails_is_counted_and_the_next_is_decoded(folder, mixed, monkeypatch, capsys):
+    argv, out = mixed
+    decode = Decoder.run
+
+    def run(self, ids, *args, **kwargs):
+        if ids == [1, 2, 3]:
+            raise FailedError("layer 2, expert 3: bad sector")
+        return decode(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    assert cli.main(["generate", str(folder), *argv, "--skip-bad"]) == 1
+    result = json.loads(out.read_text())
+    assert [g["id"] for g in result["generations"]] == ["a"]
+    assert result["counts"] == {"input": 6, "written": 1, "failed": 1, "skipped": 4}
+    assert result["failed"] == [{"id": "b", "reason": "layer 2, expert 3: bad sector"}]
+
+
+def test_no_prompt_that_can_be_decoded_is_one_line(folder, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": []}\n{"prompt": 3}')
+    argv = ["generate", str(folder), "--prompts", str(prompts), "--skip-bad"]
+    assert cli.main(argv) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "error: none of 2 prompts was decoded; the first: " in message and "line 1" in message
 
 
 def test_a_terminal_sees_the_text_as_it_comes(folder, capsys, monkeypatch):
@@ -277,6 +341,7 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--prompts", "/dev/null"], "give either --prompt TEXT or --prompts FILE"),
         ([], "give either --prompt TEXT or --prompts FILE"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        ([*PROMPT, "--skip-bad"], "--skip-bad is for --prompts FILE"),
         (["--prompt", "the " * 200], "leaves no room for a new one"),
         (["--prompt", "", "--no-chat"], "prompt 0 has no tokens"),
         ([*PROMPT, "--host-cache", "1KiB"], "exceed the host cache (1 KiB); run: dejax conv"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dejax.errors import UsageError
-from infer.prompts import read_prompts
+from dejax.errors import FailedError, UsageError
+from infer.prompts import count_prompts, read_prompts
 
 
 def test_read_prompts(tmp_path):
@@ -46,3 +46,22 @@ def test_read_prompts_of_no_file(tmp_path):
         read_prompts(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="is a folder; expected JSON lines"):
         read_prompts(tmp_path)
+
+
+def test_lines_that_are_no_prompt_can_be_left_out(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": 3}\n\n{"prompt": "a"}\n{"prompt": \n')
+    bad = []
+    prompts = read_prompts(path, on_bad=lambda name, error: bad.append((name, str(error))))
+    assert prompts == [{"id": 3, "prompt": "a"}]
+    assert [name for name, _ in bad] == [1, 4]
+    assert "prompt is 3" in bad[0][1] and "line 4 is not JSON" in bad[1][1]
+
+
+def test_counts_add_up():
+    bad = [("a", UsageError("long")), (7, FailedError("broken")), ("b", UsageError("empty"))]
+    assert count_prompts(4, bad) == {
+        "counts": {"input": 7, "written": 4, "failed": 1, "skipped": 2},
+        "failed": [{"id": "7", "reason": "broken"}],
+        "skipped": [{"id": "a", "reason": "long"}, {"id": "b", "reason": "empty"}],
+    }
