@@ -285,6 +285,11 @@ class ModelConfig:
         return tuple(i for i in range(self.num_layers) if i not in self.experts.dense_layers)
 
     @property
+    def routes_per_token(self) -> int:
+        """Layer-experts that one token is routed to; 0 for a dense target."""
+        return len(self.moe_layers) * self.experts.top_k if self.experts else 0
+
+    @property
     def window(self) -> int | None:
         """Positions that a row sees in the layers `windowed`; None where no layer has a window."""
         attention = self.attention

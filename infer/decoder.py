@@ -14,6 +14,7 @@ from dejax.target import Target
 from infer.decode import DecodeOptions, decode, make_drafter
 from infer.engine import Engine
 from infer.link import Link, parse_link
+from infer.prefetch import device_form
 from infer.residency import Residency
 from infer.trace import Round
 from infer.units import format_bytes
@@ -102,7 +103,7 @@ class Decoder:
         config = target.config
         store = expert_store(target, offload) if store is None else store
         dtype = np.dtype(target.compute_dtype)
-        size = int(np.prod(store.shape)) * dtype.itemsize
+        size = device_form(store, dtype, offload.unpack).bytes
         self.residency = Residency(
             store,
             device_cache_bytes=offload.device_cache,
@@ -112,7 +113,7 @@ class Decoder:
             compute_dtype=dtype,
             unpack=offload.unpack,
             # About what the rows of a draft of six need: more is rarely predicted right.
-            prefetch_bytes=4 * config.moe.top_k * len(config.moe_layers) * size,
+            prefetch_bytes=4 * config.routes_per_token * size,
         )
         capacity = config.context if capacity is None else min(capacity, config.context)
         self.engine = Engine(target, self.residency, draft, capacity)
