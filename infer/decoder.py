@@ -36,11 +36,13 @@ class Offload:
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
     """The target's store; an unconverted target's experts are put into a store in memory.
 
+    A dense target's is empty: what asks it for experts never does.
+
     Raises:
       UsageError: an unconverted target's experts do not fit the host cache, or it has none.
     """
     if not target.config.moe_layers:
-        raise UsageError(f"{target.name} has no MoE layers; there are no experts to decode with")
+        return ExpertStore.empty(target.identity)
     if target.store is not None:
         return target.store
     assert target.routed is not None

