@@ -8,6 +8,7 @@ checkpoint's.
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +46,10 @@ class YarnConfig:
         _require(
             min(positive) > 0 and min(self.mscale, self.mscale_all_dim) >= 0,
             f"rope: {self}; expected positive betas and attention factor, and mscales >= 0",
+        )
+        _require(
+            self.beta_fast >= self.beta_slow,
+            f"rope: beta_fast is {self.beta_fast}; expected at least beta_slow ({self.beta_slow})",
         )
 
 
@@ -87,6 +92,10 @@ class RopeConfig:
         _require(
             self.divisors is None or len(self.divisors) == self.dim // 2,
             f"rope: {len(self.divisors or ())} divisors; expected {self.dim // 2}",
+        )
+        _require(
+            self.divisors is None or all(0 < d < math.inf for d in self.divisors),
+            "rope: a divisor of the frequencies is not a positive number",
         )
         _require(self.theta > 1, f"rope: theta is {self.theta}; expected > 1")
 
@@ -160,7 +169,11 @@ class GQAConfig:
             self.clip is None or self.clip > 0, f"attention: clip is {self.clip}; expected > 0"
         )
         if self.windowed or self.window is not None:
-            _require_positive("attention", window=self.window or 0)
+            _require(
+                self.window is not None and self.window >= 1,
+                f"attention: window is {self.window}; expected a positive integer "
+                f"({len(self.windowed)} layers have one)",
+            )
 
 
 @dataclass(frozen=True)
@@ -217,6 +230,10 @@ class MoEConfig:
             f"experts: {self.top_k} per token out of {self.num_experts}; expected at most all",
         )
         _require(self.shared_width >= 0, "experts: the shared width is negative")
+        _require(
+            0 < self.scaling < math.inf,
+            f"experts: scaling (routed_scaling_factor) is {self.scaling}; expected a number > 0",
+        )
         _require(min(self.dense_layers, default=0) >= 0, "experts: a dense layer below 0")
         _require_positive("experts", groups=self.groups, groups_kept=self.groups_kept)
         _require(
@@ -283,6 +300,11 @@ class ModelConfig:
         if self.experts is None:
             return ()
         return tuple(i for i in range(self.num_layers) if i not in self.experts.dense_layers)
+
+    @property
+    def routes_per_token(self) -> int:
+        """Layer-experts that one token is routed to; 0 for a dense target."""
+        return len(self.moe_layers) * self.experts.top_k if self.experts else 0
 
     @property
     def window(self) -> int | None:

@@ -152,6 +152,11 @@ def target_identity(config: ModelConfig, model: Transformer) -> str:
     return _identity(config, arrays or [_rounded(jax.device_get(model.embedding[...]))])
 
 
+def gguf_identity(file: GGUFFile) -> str:
+    """`target_identity` of a GGUF file, of which no other weights are read."""
+    return _identity(file.config(), [_rounded(file.embedding())])
+
+
 def _rounded(array: np.ndarray) -> np.ndarray:
     """The same numbers whatever dtype an array is held in."""
     return array.astype(jnp.bfloat16)
@@ -171,6 +176,11 @@ def _identity(config: ModelConfig, routers: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()[:32]
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file, be it there or not."""
+    return Path(path).suffix == ".gguf" and kind_of(path) != "folder"
+
+
 def model_folder(path: str | Path) -> Path:
     """The folder that `path` names; "tiny" is the embedded target.
 
@@ -179,10 +189,10 @@ def model_folder(path: str | Path) -> Path:
     """
     if str(path) == "tiny":
         return BUILT_IN
-    if Path(path).suffix == ".gguf" and kind_of(path) == "file":
+    if is_gguf(path):
         raise UsageError(
-            f"{shown(path)}: GGUF files are read by dejax.load_target and by pretrain's setting "
-            "start; give the commands a Hugging Face folder"
+            f"{shown(path)}: a GGUF file; `dejax generate`, `dejax inspect` and pretrain's setting "
+            "start read one, here give a Hugging Face folder"
         )
     folder = existing_folder(path, "a model folder, or the name tiny")
     if kind_of(folder / "config.json") != "file":
@@ -212,11 +222,17 @@ class Outline:
 
 
 def read_outline(path: str | Path) -> Outline:
-    """The outline of a model folder; of its weights only the routers are read.
+    """The outline of a model folder or GGUF file; of its weights only the routers are read.
+
+    Of a dense target the embedding is read, which its identity is made of.
 
     Raises:
       UsageError: as `load_target`, but for the tokenizer.
     """
+    if is_gguf(path):
+        file = GGUFFile(Path(path))
+        file.names()  # its checks
+        return Outline(file.config(), gguf_identity(file), Path(path).name, converted=False)
     folder = model_folder(path)
     config = load_config(folder)
     converted = (folder / STORE_DIR).exists()
@@ -277,7 +293,7 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
       UsageError: the folder, its configuration or its tensors are not what is expected.
     """
     held = check_dtype(dtype)
-    if Path(path).suffix == ".gguf" and kind_of(path) != "folder":
+    if is_gguf(path):
         return _load_gguf(Path(path), held)
     folder = model_folder(path)
     config = load_config(folder)

@@ -5,8 +5,8 @@
     DIR/config.json         and the tokenizer's files, as they are in MODEL
 
 One expert is in memory at a time. `config.json` takes its place last, so that a folder without it
-is unfinished; the same command continues it, after checking what is there against MODEL. At the
-end everything is read back.
+is unfinished; the same command continues it, after checking what is there against MODEL. Of a
+finished folder it mends what is damaged. At the end everything is read back.
 """
 
 import shutil
@@ -54,7 +54,8 @@ class Conversion:
 
     Attributes:
       out: the folder; identity: of the target; dtype: of the stored experts.
-      experts: records in the store; already_there: how many of them an earlier run had written.
+      experts: records in the store; already_there: how many of them an earlier run had written;
+      mended: how many of those were damaged or gone, and have been written again.
       expert_bytes, resident_bytes: of the store's records, and of all other weights.
     """
 
@@ -63,6 +64,7 @@ class Conversion:
     dtype: str
     experts: int
     already_there: int
+    mended: int
     expert_bytes: int
     resident_bytes: int
 
@@ -116,6 +118,7 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
         dtype=dtype,
         experts=len(store.pairs),
         already_there=before,
+        mended=writer.mended,
         expert_bytes=len(store.pairs) * store.bytes_per_expert,
         resident_bytes=sum(entry.nbytes for entry in plan.resident.values()),
     )
@@ -124,8 +127,14 @@ def convert(model: str | Path, out: Path, *, experts: str | None = None) -> Conv
 def _check_out(out: Path, folder: Path) -> None:
     """Refuses an `out` that is neither new nor a conversion, before anything is written."""
     check_output_folder(out)
-    if out.resolve().is_relative_to(folder.resolve()):
+    here, source = out.resolve(), folder.resolve()
+    if here.is_relative_to(source):
         raise UsageError(f"{out} is inside the model's own folder; give another one")
+    if source.is_relative_to(here):
+        raise UsageError(f"{out} is a folder above the model's own; give another one")
+    for above in here.parents:
+        if any((above / STORE_DIR / mark).exists() for mark in _STORE_MARKS):
+            raise UsageError(f"{out} is inside {above}, which is converted; give another folder")
     found = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
     begun, whole = ((out / STORE_DIR / mark).exists() for mark in _STORE_MARKS)
     if found and not (begun or whole) and found != [STORE_DIR]:
@@ -219,7 +228,7 @@ class Arguments:
     model: Positional[Model]
     """A Hugging Face folder, or tiny."""
     out: OutputFolder
-    """Folder to write: new, or left behind by a stopped run of the same command."""
+    """Folder to write: new, or left behind by the same command, which continues or mends it."""
     experts: Literal["bf16", "f32", "fp8", "int8", "int4"] | None = None
     """How experts are stored and moved; as in the checkpoint unless given. The last three quantise
     them, in groups of 32 weights: that is another target, and every mode is exact to it."""
@@ -239,7 +248,8 @@ def main(argv: list[str]) -> int:
 
 
 def _show(done: Conversion) -> None:
-    there = f" ({done.already_there} were there already)" if done.already_there else ""
+    mended = f", {done.mended} of them damaged and mended" if done.mended else ""
+    there = f" ({done.already_there} were there already{mended})" if done.already_there else ""
     rows = [
         ("experts", f"{done.experts} as {done.dtype}, {format_bytes(done.expert_bytes)}{there}"),
         ("other weights", format_bytes(done.resident_bytes)),

@@ -107,13 +107,16 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
     """Refuses options that do not fit a target; `drafts` tells whether it has draft experts.
 
     Raises:
-      UsageError: the target has no experts, r exceeds its top-k, or the mode needs draft experts
-        and there are none.
+      UsageError: the mode drafts with routed experts and the target has none, r exceeds its top-k,
+        or the mode needs draft experts and there are none.
     """
-    if not config.moe_layers:
-        raise UsageError("the target has no MoE layers; there are no experts to decode with")
     if options.mode == "ar":
         return
+    if not config.moe_layers:
+        raise UsageError(
+            f"mode {options.mode} drafts with routed experts, and the target ({config.family}) is "
+            "dense; decode it with mode ar"
+        )
     top_k = config.moe.top_k
     if options.r > top_k:
         raise UsageError(f"r is {options.r}; the target routes to {top_k} experts per token")
@@ -169,9 +172,11 @@ class _Loop:
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.finish_reason: str | None = None
         self.picker = TokenPicker(options.sampling, sample=sample, vocab_size=config.vocab_size)
-        self.controller = DraftController(
-            options.control, top_k=config.moe.top_k, moe_layers=len(config.moe_layers)
-        )
+        self.controller = None
+        if drafter is not None:
+            self.controller = DraftController(
+                options.control, top_k=config.moe.top_k, moe_layers=len(config.moe_layers)
+            )
         self.eos_ids = config.eos_ids if options.stop_at_eos else ()
         self._load_seconds = self._pass_seconds = 0.0
 
@@ -284,7 +289,7 @@ class _Loop:
         tokens: list[int] = []
         confidences: list[float] = []
         steps: list[DraftStep] = []
-        if self.drafter is None or limit == 0:
+        if control is None or limit == 0:
             return Proposal(tokens, confidences, [], frozenset())
         step = self._consume(self.tokens[-1], 0, steps)
         control.begin_round(step.routes, available=residency.available())

@@ -14,6 +14,7 @@ from dejax.target import Target
 from infer.decode import DecodeOptions, decode, make_drafter
 from infer.engine import Engine
 from infer.link import Link, parse_link
+from infer.prefetch import device_form
 from infer.residency import Residency
 from infer.trace import Round
 from infer.units import format_bytes
@@ -35,11 +36,13 @@ class Offload:
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
     """The target's store; an unconverted target's experts are put into a store in memory.
 
+    A dense target's is empty: what asks it for experts never does.
+
     Raises:
       UsageError: an unconverted target's experts do not fit the host cache, or it has none.
     """
     if not target.config.moe_layers:
-        raise UsageError(f"{target.name} has no MoE layers; there are no experts to decode with")
+        return ExpertStore.empty(target.identity)
     if target.store is not None:
         return target.store
     assert target.routed is not None
@@ -102,7 +105,7 @@ class Decoder:
         config = target.config
         store = expert_store(target, offload) if store is None else store
         dtype = np.dtype(target.compute_dtype)
-        size = int(np.prod(store.shape)) * dtype.itemsize
+        size = device_form(store, dtype, offload.unpack).bytes
         self.residency = Residency(
             store,
             device_cache_bytes=offload.device_cache,
@@ -112,7 +115,7 @@ class Decoder:
             compute_dtype=dtype,
             unpack=offload.unpack,
             # About what the rows of a draft of six need: more is rarely predicted right.
-            prefetch_bytes=4 * config.moe.top_k * len(config.moe_layers) * size,
+            prefetch_bytes=4 * config.routes_per_token * size,
         )
         capacity = config.context if capacity is None else min(capacity, config.context)
         self.engine = Engine(target, self.residency, draft, capacity)

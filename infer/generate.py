@@ -1,6 +1,7 @@
 """`dejax generate MODEL`: decodes prompts, with the routed experts offloaded.
 
-`generate` is the same for programs: prompts in, one `Generation` a prompt out.
+A dense target has none: it is decoded in mode ar, all of it on the device. `generate` is the same
+for programs: prompts in, one `Generation` a prompt out.
 """
 
 import sys
@@ -198,7 +199,7 @@ class Arguments:
     """Arguments of `dejax generate`."""
 
     model: Positional[Model]
-    """A Hugging Face folder, a converted folder, or tiny."""
+    """A Hugging Face folder, a converted folder, a GGUF file (dense Llama), or tiny."""
     prompt: str | None = None
     """The text of one prompt; either this or --prompts is needed."""
     prompts: InputFile | None = None
@@ -394,5 +395,6 @@ def _show(results: Sequence[Generation], *, streamed: bool) -> None:
         parts.append(f"{joined['decode_tps']:.1f} tokens/s")
     if rate is not None:
         parts.append(f"{rate:.0%} of {joined['drafted']} drafted accepted")
-    parts.append(f"{format_decimal_bytes(moved)} of experts moved")
+    if moved:
+        parts.append(f"{format_decimal_bytes(moved)} of experts moved")
     say("; ".join(parts))

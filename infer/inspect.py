@@ -2,25 +2,37 @@
 
 Without weights (a folder that has only its `config.json`) sizes are those of bfloat16. Parameters
 are counted on the abstract model, so that nothing is allocated.
+
+Publishers count the parameters that a token uses in three ways: with the embedding and the head
+(Mixtral, Qwen3, OLMoE), without the embedding (DeepSeek, gpt-oss), without both (GLM, Moonlight).
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from dejax.ckpt.expert_codec import OPTIONS, record_bytes
 from dejax.ckpt.expert_store import ExpertStore
-from dejax.ckpt.hf_weights import CheckpointPlan, abstract_model, plan_checkpoint
+from dejax.ckpt.gguf_weights import GGUFFile
+from dejax.ckpt.hf_weights import abstract_model, plan_checkpoint
 from dejax.ckpt.tensor_files import INDEX_FILE, SINGLE_FILE
 from dejax.config import MLAConfig, ModelConfig
 from dejax.nn.attention import init_cache
-from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
+from dejax.target import (
+    STORE_DIR,
+    checkpoint_identity,
+    gguf_identity,
+    is_gguf,
+    load_config,
+    model_folder,
+)
 from infer.arguments import Model, OutputFile, Positional, parse
 from infer.console import print_table
 from infer.output import report
@@ -31,6 +43,12 @@ ASSUMED = jnp.dtype(jnp.bfloat16)
 DEVICES_GB = (8, 24, 80)
 CONTEXT = 4096
 """Tokens of KV cache that a device is to hold, where the context has as many."""
+NOTE = (
+    "Always there: {parts}, KV cache of {tokens} tokens (bfloat16). Activations come on top. "
+    "Weights count as stored; `generate` computes in float32, where what is not quantised takes "
+    "4 bytes a number (the rest less with --dtype)."
+)
+"""Below the last table."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +79,11 @@ class Inspection:
     """Everything `dejax inspect` tells of a target.
 
     Attributes:
-      name: of the folder; kind: "config", "checkpoint" or "converted".
+      name: of the folder or file; kind: "config", "checkpoint", "converted" or "gguf".
       identity: what adapters are bound to; None without weights.
       total, active: parameters in all and for one token (embedding and head counted).
       active_top1: the same when a layer runs its top-1 expert alone.
+      embedding, head: parameters of the two; the head has none of its own where they are tied.
       routed, rest: the routed experts, and the resident weights.
       expert: one routed expert; layer_experts: their number over all layers.
       stored_expert_bytes: of one expert, by the encodings that `dejax convert` knows.
@@ -79,6 +98,8 @@ class Inspection:
     total: int
     active: int
     active_top1: int
+    embedding: int
+    head: int
     routed: Part
     rest: Part
     expert: Part
@@ -108,10 +129,35 @@ def cache_size(config: ModelConfig) -> int:
     return config.num_layers * _count(layer)
 
 
-def _stored_parts(
-    folder: Path, config: ModelConfig, params: tuple[int, int]
-) -> tuple[str, CheckpointPlan | None, Part, Part]:
-    """Kind of folder, its plan, and the parts that are resident and routed as they are stored."""
+def resident_params(config: ModelConfig) -> int:
+    """Parameters beside the routed experts.
+
+    One layer of each kind is traced: all layers of a deep model would take half a minute.
+    """
+    moe = config.experts and replace(config.experts, dense_layers=(0,))
+    few = replace(config, num_layers=2, experts=moe)
+    whole = nnx.to_pure_dict(abstract_model(few)[1])
+    dense, last = (_count(layer) for layer in whole.pop("layers").values())
+    routing = len(config.moe_layers)
+    return _count(whole) + (config.num_layers - routing) * dense + routing * last
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What is on disk: the kind of model, its identity, and its two parts as they are stored."""
+
+    kind: str
+    identity: str | None
+    rest: Part
+    routed: Part
+
+
+def _stored_gguf(file: GGUFFile, params: int) -> _Stored:
+    return _Stored("gguf", gguf_identity(file), Part(params, *file.stored()), Part(0, "", 0))
+
+
+def _stored_folder(folder: Path, config: ModelConfig, params: tuple[int, int]) -> _Stored:
+    """`params` are those of the two parts."""
     if (folder / STORE_DIR).exists():
         store = ExpertStore.open(folder / STORE_DIR)
         plan = plan_checkpoint(folder, config, resident_only=True)
@@ -124,10 +170,10 @@ def _stored_parts(
         kind = "checkpoint"
     else:
         rest, routed = (Part(n, ASSUMED.name, n * ASSUMED.itemsize) for n in params)
-        return "config", None, rest, routed
+        return _Stored("config", None, rest, routed)
     resident = list(plan.resident.values())
     rest = Part(params[0], _dtypes(resident), sum(entry.nbytes for entry in resident))
-    return kind, plan, rest, Part(params[1], *routed)
+    return _Stored(kind, checkpoint_identity(plan), rest, Part(params[1], *routed))
 
 
 def _dtypes(entries: Any) -> str:
@@ -135,15 +181,24 @@ def _dtypes(entries: Any) -> str:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Counts a target: a Hugging Face folder (its config suffices), a converted one, or "tiny".
+    """Counts a target: a Hugging Face folder (its config suffices), a converted one, a GGUF file,
+    or "tiny".
 
     Raises:
-      UsageError: the folder, its configuration or its tensors are not what is expected.
+      UsageError: the folder or file, its configuration or its tensors are not what is expected.
     """
-    folder = model_folder(path)
-    config = load_config(folder)
-    resident = _count(abstract_model(config)[1])
-    kind, plan, rest, routed = _stored_parts(folder, config, (resident, config.routed_params))
+    if is_gguf(path):
+        file, name = GGUFFile(Path(path)), Path(path).name
+        config = file.config()
+        resident = resident_params(config)
+        stored = _stored_gguf(file, resident)
+    else:
+        folder = model_folder(path)
+        name = "tiny" if str(path) == "tiny" else folder.resolve().name
+        config = load_config(folder)
+        resident = resident_params(config)
+        stored = _stored_folder(folder, config, (resident, config.routed_params))
+    rest, routed = stored.rest, stored.routed
     layers, moe = len(config.moe_layers), config.experts
     layer_experts = layers * moe.num_experts if moe else 0
     expert_bytes = routed.bytes // layer_experts if layer_experts else 0
@@ -154,13 +209,15 @@ def inspect(path: str | Path) -> Inspection:
     fixed = rest.bytes + drafts.bytes + kv["bfloat16"] * min(config.context, CONTEXT)
     fits = [_fit(gb * 10**9, fixed, expert_bytes, layer_experts) for gb in DEVICES_GB]
     return Inspection(
-        name="tiny" if str(path) == "tiny" else folder.resolve().name,
-        kind=kind,
-        identity=None if plan is None else checkpoint_identity(plan),
+        name=name,
+        kind=stored.kind,
+        identity=stored.identity,
         config=config,
         total=resident + config.routed_params,
-        active=resident + layers * (moe.top_k if moe else 0) * expert_params,
+        active=resident + config.routes_per_token * expert_params,
         active_top1=resident + layers * expert_params,
+        embedding=config.vocab_size * config.width,
+        head=0 if config.tied else config.vocab_size * config.width,
         routed=routed,
         rest=rest,
         expert=Part(expert_params, routed.dtype, expert_bytes),
@@ -195,11 +252,13 @@ def _dimension_rows(config: ModelConfig) -> list[tuple[str, str]]:
     dense = config.num_layers - len(config.moe_layers)
     extended = ""
     if rope.yarn:
-        extended = f", YaRN {rope.yarn.factor:g} x {rope.yarn.original_context}"
+        extended = f" (YaRN: {rope.yarn.factor:g} times {rope.yarn.original_context})"
     if rope.llama3:
-        extended = f", {rope.llama3.factor:g} x {rope.llama3.original_context}"
+        extended = f" (Llama 3: {rope.llama3.factor:g} times {rope.llama3.original_context})"
+    routing = len(config.moe_layers)
+    kinds = f"{dense} dense, {routing} MoE" if routing else "all dense"
     rows = [
-        ("layers", f"{config.num_layers} ({dense} dense, {len(config.moe_layers)} MoE)"),
+        ("layers", f"{config.num_layers} ({kinds})"),
         ("width", f"{config.width} (dense feed-forward {config.dense_width})"),
     ]
     if moe is not None:
@@ -241,16 +300,18 @@ def _size_rows(found: Inspection) -> list[tuple[str, ...]]:
         row("the rest", found.rest, f"{1 - share:.1%}"),
         row("all", whole),
         row("one expert", found.expert),
-        row("draft experts", found.drafts),
+        row("draft experts, on top", found.drafts),
     ]
 
 
 def _fit_rows(found: Inspection) -> list[tuple[str, ...]]:
     rows = []
     for fit in found.fits:
-        experts = "the resident part alone does not fit"
-        if fit.experts == found.layer_experts:
-            experts = f"all {fit.experts}" if fit.experts else "none to hold: it fits"
+        experts = "what is always there does not fit"
+        if not found.layer_experts:
+            experts = "no" if fit.experts is None else "yes"
+        elif fit.experts == found.layer_experts:
+            experts = f"all {fit.experts}"
         elif fit.experts is not None:
             part = fit.experts / found.layer_experts
             experts = f"{fit.experts} of {found.layer_experts} ({part:.0%})"
@@ -262,16 +323,13 @@ def _fit_rows(found: Inspection) -> list[tuple[str, ...]]:
 
 def show(found: Inspection) -> None:
     """Prints the tables."""
-    stored = {"config": "no weights here; sizes as bfloat16", "converted": "converted"}
-    title = f"{found.name}: {found.config.family} ({stored.get(found.kind, 'checkpoint')})"
+    kinds = {"config": "no weights here; sizes as bfloat16", "gguf": "GGUF"}
+    title = f"{found.name}: {found.config.family} ({kinds.get(found.kind, found.kind)})"
     per_token = ", ".join(
         f"{format_decimal_bytes(n)} in {name}" for name, n in found.kv_bytes_per_token.items()
     )
-    active = format_count(found.active)
-    if found.layer_experts:
-        active += f" (top-1 expert alone: {format_count(found.active_top1)})"
     rows = _dimension_rows(found.config)
-    rows += [("parameters", format_count(found.total)), ("active a token", active)]
+    rows += [("parameters", format_count(found.total)), *_active_rows(found)]
     rows += [("KV cache a token", per_token)]
     if found.stored_expert_bytes:
         sizes = found.stored_expert_bytes.items()
@@ -279,16 +337,26 @@ def show(found: Inspection) -> None:
         rows += [("one expert, converted", stored)]
     rows += [("identity", found.identity)] if found.identity else []
     print_table(title, ("property", "value"), rows)
-    columns = ("part", "parameters", "share", "stored as", "size", "bytes")
+    columns = ("part", "parameters", "share", "stored as", "size", "decimal")
     print_table("Sizes", columns, _size_rows(found))
     tokens = min(found.config.context, CONTEXT)
-    print_table(
-        "What fits where",
-        ("device memory", "always there", "routed experts in the rest"),
-        _fit_rows(found),
-        f"Always there: the rest, draft experts, KV cache of {tokens} tokens (bfloat16). "
-        "Activations come on top.",
-    )
+    last, parts = "fits", "the weights"
+    if found.layer_experts:
+        last, parts = "routed experts beside it", "the rest, draft experts"
+    note = NOTE.format(parts=parts, tokens=tokens)
+    print_table("What fits where", ("device memory", "always there", last), _fit_rows(found), note)
+
+
+def _active_rows(found: Inspection) -> list[tuple[str, str]]:
+    """Parameters that one token uses, as the publishers count them."""
+    without = found.active - found.embedding
+    text = f"{format_count(without)} without the embedding"
+    if found.head:
+        text += f", {format_count(without - found.head)} without the head too"
+    rows = [("active a token", f"{format_count(found.active)} ({text})")]
+    if found.layer_experts:
+        rows += [("with the top-1 expert", format_count(found.active_top1))]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -296,7 +364,8 @@ class Arguments:
     """Arguments of `dejax inspect`."""
 
     model: Positional[Model]
-    """A Hugging Face folder (its config.json suffices), a converted folder, or tiny."""
+    """A Hugging Face folder (its config.json suffices), a converted folder, a GGUF file (dense
+    Llama), or tiny."""
     json: OutputFile | None = None
     """Write every figure here as JSON; - is standard output."""
 

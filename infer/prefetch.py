@@ -17,8 +17,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
+from dejax.ckpt import expert_codec
+from dejax.ckpt.expert_codec import Packing
 from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
 from dejax.shapes import Pair
@@ -193,6 +196,36 @@ class LRU:
         if pair is not None:
             del self._pairs[pair]
         return pair
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceForm:
+    """How an expert lies on the device.
+
+    Attributes:
+        packing: of its bytes, as it is stored; None if it is numbers of the compute dtype.
+        bytes: of one expert.
+    """
+
+    packing: Packing | None
+    bytes: int
+
+
+def device_form(
+    store: ExpertStore, compute_dtype: DTypeLike, unpack: Literal["host", "device"] | None
+) -> DeviceForm:
+    """The form in which experts of a store lie on the device.
+
+    Args:
+        unpack: where quantised experts are decoded: on the host, which is faster where host and
+            device are one, or in the device's own steps, so that their bytes are moved and kept as
+            they are stored; None chooses by the backend.
+    """
+    if unpack is None:
+        unpack = "host" if jax.default_backend() == "cpu" else "device"
+    if unpack == "device" and store.encoding not in expert_codec.PLAIN:
+        return DeviceForm(Packing(store.encoding, store.shape), store.bytes_per_expert)
+    return DeviceForm(None, math.prod(store.shape) * np.dtype(compute_dtype).itemsize)
 
 
 class Stager:

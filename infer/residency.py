@@ -16,8 +16,9 @@ Who keeps an expert on the device:
 - what nobody holds belongs to the device cache and may be evicted. Held experts count towards the
   size of the cache: bytes on the device <= max(device_cache_bytes, bytes held + one transfer).
 
-Sizes on the device are in bytes of the compute dtype, so with bfloat16 records that are computed in
-float32 an expert takes twice the bytes in the device cache that it takes in the host cache.
+Sizes on the device are in the bytes that experts take there: as stored if they are packed, else of
+the compute dtype, so that with bfloat16 records that are computed in float32 an expert takes twice
+the bytes in the device cache that it takes in the host cache.
 
 Host/device copies: one explicit `jax.device_put` a transfer, in the transfer thread; none back.
 """
@@ -34,13 +35,21 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
-from dejax.ckpt import expert_codec
-from dejax.ckpt.expert_codec import Packing
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
 from infer.link import Link, Pacer
-from infer.prefetch import LRU, Kind, LoadEvent, PassKind, Policy, Slot, Stager, TransferQueue
+from infer.prefetch import (
+    LRU,
+    Kind,
+    LoadEvent,
+    PassKind,
+    Policy,
+    Slot,
+    Stager,
+    TransferQueue,
+    device_form,
+)
 
 _PASS, _ROUND = 1, 2
 _HOLD_OF = {"demand": _PASS, "draft": _ROUND}
@@ -81,9 +90,7 @@ class Residency:
             device_cache_bytes, host_cache_bytes: bounds of the caches; None keeps everything.
                 (To a store in memory a host cache adds a second copy.)
             compute_dtype: experts are cast to it on the host, before the transfer.
-            unpack: where quantised experts are decoded: on the host, which is faster where host
-                and device are one, or in the device's own steps, so that their bytes are moved and
-                kept as they are stored; None chooses by the backend.
+            unpack: where quantised experts are decoded, as in `device_form`.
             prefetch_bytes: most bytes (on the device) of experts that are queued, under way or
                 arrived by prefetch in this round and not asked for yet; 0 prefetches nothing.
             retries: how often a failed read is tried again.
@@ -95,14 +102,8 @@ class Residency:
         sizes = (device_cache_bytes or 0, host_cache_bytes or 0, prefetch_bytes)
         if min(sizes) < 0 or retries < 0:
             raise UsageError(f"residency: bytes {sizes}, retries {retries}; expected >= 0")
-        if unpack is None:
-            unpack = "host" if jax.default_backend() == "cpu" else "device"
-        quantised = store.encoding not in expert_codec.PLAIN
-        packed = quantised and unpack == "device"
-        self.packing = Packing(store.encoding, store.shape) if packed else None
-        self.bytes_per_expert = math.prod(store.shape) * np.dtype(compute_dtype).itemsize
-        if packed:
-            self.bytes_per_expert = store.bytes_per_expert
+        form = device_form(store, compute_dtype, unpack)
+        self.packing, self.bytes_per_expert = form.packing, form.bytes
         self.device_bytes = self.peak_device_bytes = 0
         self.prefetch_failures = 0
         self.stager = Stager(
@@ -110,7 +111,7 @@ class Residency:
             policy(),
             host_cache_bytes=host_cache_bytes,
             compute_dtype=np.dtype(compute_dtype),
-            packed=packed,
+            packed=form.packing is not None,
             retries=retries,
             device=device,
         )

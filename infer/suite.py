@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
@@ -20,6 +18,7 @@ from infer.console import progress
 from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.link import Link, parse_link
+from infer.prefetch import device_form
 from infer.report import distinct_ngrams, rounds_of, stats
 from infer.resident import ResidentDecoder
 from infer.trace import Round
@@ -120,7 +119,7 @@ class Suite:
 
 def _decoder(suite: Suite, store: Any, *, drafts: bool, cache: float) -> Decoder:
     """A decoder whose device cache holds a share of the experts."""
-    size = int(np.prod(store.shape)) * np.dtype(suite.target.compute_dtype).itemsize
+    size = device_form(store, suite.target.compute_dtype, None).bytes
     offload = Offload(device_cache=int(cache * len(store.pairs)) * size, link=suite.link)
     draft = suite.draft if drafts else None
     return Decoder(suite.target, draft=draft, offload=offload, capacity=suite.capacity, store=store)
@@ -213,7 +212,7 @@ def choose_link(target: Target, prompt: list[int], tokens: int = 24) -> Link:
         rounds = rounds_of(decoder.run(prompt, options))
     compute = statistics.median(record.total_seconds for record in rounds)
     config = target.config
-    moved = config.moe.top_k * len(config.moe_layers) * store.bytes_per_expert
+    moved = config.routes_per_token * store.bytes_per_expert
     rate = moved / (LOAD_TO_COMPUTE * compute) / 1e9
     return parse_link(f"sim:{rate:.2g}")
 

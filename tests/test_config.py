@@ -18,6 +18,7 @@ OLD_YARN = dict(
     mscale=0.707,
     mscale_all_dim=0.707,
 )
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def config_of(**overrides) -> ModelConfig:
@@ -112,6 +113,9 @@ REFUSED = [
     (dict(rms_norm_eps=float("nan")), "rms_norm_eps is nan; expected a number"),
     (dict(rms_norm_eps=0), "norm_eps is 0"),
     (dict(routed_scaling_factor=10**400), "expected a number"),
+    (dict(routed_scaling_factor=0), "routed_scaling_factor) is 0.0; expected a number > 0"),
+    (dict(routed_scaling_factor=-1.5), "routed_scaling_factor) is -1.5; expected a number > 0"),
+    (dict(routed_scaling_factor=float("nan")), "routed_scaling_factor is nan; expected a number"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'; expected true or false"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'; expected 'silu'"),
     (dict(norm_topk_prob=True), "norm_topk_prob is True; expected False"),
@@ -142,6 +146,30 @@ REFUSED = [
     (dict(rope_parameters=OLD_YARN | dict(truncate=1)), "truncate is 1; expected true or false"),
     (dict(rope_parameters=OLD_YARN | dict(beta_slow=-1)), "expected positive betas"),
     (dict(rope_parameters=OLD_YARN | dict(attention_factor=0)), "expected positive betas"),
+    (dict(rope_parameters=OLD_YARN | dict(factor=-4)), "YaRN factor is -4.0; expected > 0"),
+    (dict(rope_parameters=OLD_YARN | dict(factor=float("nan"))), "factor is nan; expected a numb"),
+    (dict(rope_parameters=OLD_YARN | dict(beta_fast=0.5)), "beta_fast is 0.5; expected at least"),
+    (
+        dict(rope_parameters=OLD_YARN | dict(original_max_position_embeddings=0)),
+        "original_context is 0; expected a positive integer",
+    ),
+    (
+        dict(rope_parameters=dict(rope_type="llama3", factor=8.0)),
+        "the key low_freq_factor is missing",
+    ),
+    (dict(rope_parameters=LLAMA3), "the key original_max_position_embeddings is missing"),
+    (
+        dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=64, factor=0)),
+        "expected a factor > 0",
+    ),
+    (
+        dict(rope_parameters=dict(mrope_section=[8, 12, 12])),
+        "rope_parameters has the key 'mrope_section', which is not computed here",
+    ),
+    (
+        dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+        "rope_parameters has the key 'full_attention', which is not computed here",
+    ),
     (dict(rope_parameters=dict(rope_theta=0)), "theta is 0.0; expected > 1"),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor is 0.5"),
     (dict(rope_scaling=OLD_YARN), "rope_parameters and rope_scaling disagree"),
@@ -153,6 +181,44 @@ def test_what_is_not_honoured_is_refused(overrides, message):
     with pytest.raises(UsageError) as caught:
         config_of(**overrides)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+WINDOWS = [
+    ("mixtral-window", dict(sliding_window=0), "window is 0; expected a positive integer"),
+    ("mixtral-window", dict(sliding_window=-8), "window is -8; expected a positive integer"),
+    ("mixtral-window", dict(sliding_window=8.0), "sliding_window is 8.0; expected an integer"),
+    ("gpt-oss", dict(sliding_window=0), "window is 0; expected a positive integer"),
+    ("gpt-oss", dict(sliding_window=None), "window is None; expected a positive integer (2 layers"),
+    ("qwen3-window", dict(sliding_window=0), "window is 0; expected a positive integer"),
+    (
+        "qwen3",
+        dict(layer_types=["sliding_attention"] * 3),
+        "window is None; expected a positive integer (3 layers",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, overrides, message", WINDOWS)
+def test_windows_that_mean_nothing_are_refused(name, overrides, message):
+    with pytest.raises(UsageError) as caught:
+        families.model_config(raw_config(name, **overrides))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_window_left_out_is_the_reference_s():
+    raw = {k: v for k, v in raw_config("gpt-oss").items() if k != "sliding_window"}
+    assert families.model_config(raw).window == 128
+    raw = {k: v for k, v in raw_config("mixtral-window").items() if k != "sliding_window"}
+    assert families.model_config(raw).window is None
+    assert families.model_config(raw_config("qwen3-window", max_window_layers=-1)).attention == (
+        families.model_config(raw_config("qwen3-window", max_window_layers=0)).attention
+    )
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+def test_divisors_of_frequencies_are_positive(divisor):
+    with pytest.raises(UsageError, match="divisor of the frequencies is not a positive number"):
+        RopeConfig(dim=4, theta=1e4, interleaved=False, divisors=(1.0, divisor))
 
 
 @pytest.mark.parametrize(

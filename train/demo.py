@@ -14,6 +14,7 @@ from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.errors import FailedError, UsageError
 from dejax.sharding import make_mesh
 from dejax.target import Target, load_target, model_folder
+from dejax.target import load_config as load_model_config
 from infer.arguments import Model, OutputFile, OutputFolder, parse
 from infer.console import say
 from infer.output import check_output_folder, make_folder, report, write_json
@@ -144,12 +145,12 @@ def main(argv: list[str]) -> int:
     count, tokens = (20, 64) if args.full else (6, 48)
     check_output_folder(args.out)
     check_draft_folder(args.out / "draft")
-    model_folder(args.target)  # before an outline of what cannot be done
+    # Before an outline of what cannot be done.
+    if not load_model_config(model_folder(args.target)).moe_layers:
+        raise UsageError(f"{args.target} has no MoE layers; the demo needs a mixture of experts")
     takes = TINY_TAKES[args.full] if args.target == "tiny" else ""
     say(OUTLINE.format(prompts=count, out=args.out) + takes)
     target = load_target(args.target)
-    if not target.config.moe_layers:
-        raise UsageError(f"{target.name} has no MoE layers; the demo needs a mixture of experts")
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
     make_folder(args.out)

@@ -262,12 +262,12 @@ def resolve_draft(spec: str, target: Bound) -> Draft:
     Raises:
       UsageError: as `load_draft`, or the seed is not a whole number >= 0.
     """
+    if not target.config.moe_layers:
+        raise UsageError(f"{target.name} is a dense model; it has no routed experts to draft with")
     word, colon, seed = spec.partition(":")
     if word != "init":
         return load_draft(spec, target)
     if colon and not (seed.isascii() and seed.isdigit() and int(seed[:12]) < 2**32):
         raise UsageError(f"draft {spec!r}: {seed!r} is no seed; expected init:SEED, 0 to 2^32 - 1")
     config = DraftConfig(width=target.config.moe.expert_width)
-    if not target.config.moe_layers:
-        raise UsageError(f"{target.name} has no MoE layers; there is nothing to draft with")
     return random_draft(target.config, config, seed=int(seed or 0), identity=target.identity)

@@ -38,6 +38,7 @@ _MANIFEST = "manifest.json"
 _JOURNAL = "journal.jsonl"
 _TEMPORARY = ".tmp"
 _AGAIN = "remove the folder and convert the model again"
+_MEND = "run the same `dejax convert` again, which mends it"
 
 
 class ExpertReadError(FailedError):
@@ -63,7 +64,7 @@ class _Plan:
 
     def __post_init__(self) -> None:
         layers = list(self.layers)
-        if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+        if layers != sorted(set(layers)) or min(layers, default=0) < 0:
             raise UsageError(f"expert store: layers {layers}, expected ascending indices >= 0")
         if self.num_experts < 1:
             raise UsageError(f"expert store: {self.num_experts} experts a layer, expected >= 1")
@@ -96,10 +97,11 @@ class _Plan:
 
 
 class ExpertStoreWriter:
-    """Writes a store record by record; opening the same folder again continues it.
+    """Writes a store record by record; opening the same folder again continues or mends it.
 
     Attributes:
         done: the pairs already written, which need not be written again.
+        mended: how many of them were damaged or gone, and have been.
     """
 
     def __init__(
@@ -121,11 +123,14 @@ class ExpertStoreWriter:
             UsageError: the plan is malformed, the folder holds something else, or it holds a
                 store (whole or begun) of another target, shape or dtype.
         """
+        if not layers:
+            raise UsageError("expert store: no layers; a dense target has no experts to store")
         sizes = tuple(map(int, layers)), int(num_experts), tuple(map(int, shape))
         self._plan = _Plan(*sizes, dtype, identity)
         self._root = None if path is None else _absolute(path)
         self._checksums: dict[Pair, int] = {}
         self._journal = None
+        self.mended = 0
         if self._root is not None:
             self._resume(self._root)
         self._kvstore = _open_kvstore(self._root)
@@ -136,7 +141,7 @@ class ExpertStoreWriter:
         return frozenset(self._checksums)
 
     def write(self, layer: int, expert: int, record: Shaped[np.ndarray, "3 F D"]) -> None:
-        """Writes one record; a pair that is already done is checked to be the same and skipped.
+        """Writes one record; one that is there already, byte for byte, is skipped.
 
         Raises:
             UsageError: no such pair in the plan, another shape or dtype, or other content than a
@@ -157,7 +162,9 @@ class ExpertStoreWriter:
             if self._checksums[pair] != checksum:
                 file = _file(self._root, pair)
                 raise UsageError(f"{file} has other content already; remove the store first")
-            return
+            if self._is_intact(pair, data):
+                return
+            self.mended += 1
         self._kvstore.write(_key(pair), data).result()
         if self._journal is not None:
             self._journal.write(json.dumps([*pair, checksum]).encode() + b"\n")
@@ -178,9 +185,9 @@ class ExpertStoreWriter:
         self.close()
         if self._root is None:
             return ExpertStore(None, self._kvstore, self._plan, self._checksums)
+        for layer in self._plan.layers:
+            _sync_folder(self._root / f"layer_{layer:05d}")
         if not (self._root / _MANIFEST).exists():
-            for layer in self._plan.layers:
-                _sync_folder(self._root / f"layer_{layer:05d}")
             records = {
                 str(layer): [self._checksums[layer, e] for e in range(self._plan.num_experts)]
                 for layer in self._plan.layers
@@ -202,15 +209,21 @@ class ExpertStoreWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _is_intact(self, pair: Pair, data: bytes) -> bool:
+        """Whether a record's file holds these bytes."""
+        try:
+            return self._kvstore.read(_key(pair)).result().value == data
+        except (ValueError, OSError):  # how tensorstore reports what the disk says
+            return False
+
     def _resume(self, root: pathlib.Path) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file; give a folder for the expert store")
         root.mkdir(parents=True, exist_ok=True)
         manifest, journal = root / _MANIFEST, root / _JOURNAL
         if manifest.exists():
-            store = ExpertStore.open(root)
-            self._check_same_plan(store._plan, manifest)
-            self._checksums = dict(store._checksums)
+            plan, self._checksums = _read_manifest(manifest)
+            self._check_same_plan(plan, manifest)
             return
         if not journal.exists():
             strangers = {entry.name for entry in root.iterdir()} - {_JOURNAL + _TEMPORARY}
@@ -297,6 +310,12 @@ class ExpertStore:
                 )
 
     @classmethod
+    def empty(cls, identity: str) -> "ExpertStore":
+        """The store of a dense target: in memory, without a layer."""
+        plan = _Plan(layers=(), num_experts=1, shape=(3, 1, 1), dtype="float32", identity=identity)
+        return cls(None, _open_kvstore(None), plan, {})
+
+    @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "ExpertStore":
         """Opens folder `path`; checks that every record is there with the right size.
 
@@ -312,16 +331,12 @@ class ExpertStore:
             begun = (root / _JOURNAL).exists()
             state = "unfinished: run the same conversion again" if begun else "not an expert store"
             raise UsageError(f"{root} has no {_MANIFEST}; it is {state}")
-        plan, fields = _parse(manifest.read_bytes(), manifest)
-        try:
-            checksums = {p: int(fields["records"][str(p[0])][p[1]]) for p in plan.pairs()}
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"{manifest}: not every record has a checksum; {_AGAIN}") from error
+        plan, checksums = _read_manifest(manifest)
         for pair in plan.pairs():
             file = _file(root, pair)
             if (size := _size(file)) != plan.record_bytes:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise UsageError(f"{file} {found}, expected {plan.record_bytes} bytes; {_AGAIN}")
+                raise UsageError(f"{file} {found}, expected {plan.record_bytes} bytes; {_MEND}")
         return cls(root, _open_kvstore(root), plan, checksums)
 
     def read(self, layer: int, expert: int) -> Shaped[np.ndarray, "..."]:
@@ -342,10 +357,10 @@ class ExpertStore:
         except (ValueError, OSError) as error:  # how tensorstore reports what the disk says
             raise ExpertReadError(layer, expert, file, str(error)) from error
         if len(data) != self.bytes_per_expert:
-            reason = f"{len(data)} bytes, expected {self.bytes_per_expert}; {_AGAIN}"
+            reason = f"{len(data)} bytes, expected {self.bytes_per_expert}; {_MEND}"
             raise ExpertReadError(layer, expert, file, reason)
         if (checksum := zlib.crc32(data)) != self._checksums[pair]:
-            reason = f"checksum {checksum:08x}, expected {self._checksums[pair]:08x}; {_AGAIN}"
+            reason = f"checksum {checksum:08x}, expected {self._checksums[pair]:08x}; {_MEND}"
             raise ExpertReadError(layer, expert, file, reason)
         if self.encoding in expert_codec.PLAIN:
             return np.frombuffer(data, self.numbers).reshape(self.shape)
@@ -418,6 +433,15 @@ def _parse(text: bytes, file: pathlib.Path) -> tuple[_Plan, dict[str, Any]]:
         why = f"no {error}" if isinstance(error, KeyError) else error
         raise UsageError(f"{file} is damaged or not an expert store's: {why}; {_AGAIN}") from error
     return plan, fields
+
+
+def _read_manifest(manifest: pathlib.Path) -> tuple[_Plan, dict[Pair, int]]:
+    """The plan of a whole store, and the checksum of every record."""
+    plan, fields = _parse(manifest.read_bytes(), manifest)
+    try:
+        return plan, {p: int(fields["records"][str(p[0])][p[1]]) for p in plan.pairs()}
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{manifest}: not every record has a checksum; {_AGAIN}") from error
 
 
 def _write_atomically(file: pathlib.Path, data: bytes) -> None:

@@ -124,9 +124,7 @@ class GGUFFile:
         """
         config = self.config()
         definition, state = abstract_model(config)
-        shapes = {path: tuple(leaf.shape) for path, leaf in array_paths(state).items()}
-        names = {path: _gguf_name(key) for key, path in resident_keys(config).items()}
-        self._check(names, shapes)
+        names = self.names()
         attention = config.attention
         assert isinstance(attention, GQAConfig)
 
@@ -141,6 +139,29 @@ class GGUFFile:
 
         pure = nnx.to_pure_dict(state)
         return nnx.merge(definition, jax.tree_util.tree_map_with_path(load, pure))
+
+    def names(self) -> dict[str, str]:
+        """Path of every array of the model -> name of its tensor.
+
+        Raises:
+          UsageError: listing every missing, unknown or misshapen tensor.
+        """
+        config = self.config()
+        leaves = array_paths(abstract_model(config)[1])
+        shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+        names = {path: _gguf_name(key) for key, path in resident_keys(config).items()}
+        self._check(names, shapes)
+        return names
+
+    def embedding(self) -> np.ndarray:
+        """The embedding [V, D] in float32."""
+        return self._numbers(_gguf_name("model.embed_tokens.weight"))
+
+    def stored(self) -> tuple[str, int]:
+        """How the model's tensors are stored, such as "Q8_0 and F32", and their bytes."""
+        tensors = [self.tensors[name] for name in self.names().values()]
+        kinds = sorted({tensor.tensor_type.name for tensor in tensors})
+        return " and ".join(kinds), sum(int(tensor.n_bytes) for tensor in tensors)
 
     def _check(self, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
         known = {*names.values(), _ROPE_DIVISORS}

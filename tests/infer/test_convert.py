@@ -212,7 +212,18 @@ def test_a_folder_that_is_something_else(folder, out, tmp_path, capsys):
     assert "holds README.md but no conversion" in complaint(capsys, folder, "--out", copy)
     assert "inside the model's own folder" in complaint(capsys, copy, "--out", copy)
     assert "inside the model's own folder" in complaint(capsys, copy, "--out", copy / "experts")
+    assert "is a folder above the model's own" in complaint(capsys, copy, "--out", tmp_path)
     assert sorted(copy.rglob("*")) == before
+    convert(folder, tmp_path / "converted")
+    before = sorted(tmp_path.rglob("*"))
+    for inside in ("new", "a/b", "experts", "experts/layer_00001"):
+        line = complaint(capsys, folder, "--out", tmp_path / "converted" / inside)
+        assert f"is inside {tmp_path / 'converted'}, which is converted" in line
+    nested = shutil.copytree(folder, tmp_path / "converted" / "source")
+    line = complaint(capsys, nested, "--out", tmp_path / "converted")
+    assert "is a folder above the model's own" in line
+    shutil.rmtree(nested)
+    assert sorted(tmp_path.rglob("*")) == before
     out.mkdir()
     (out / "experts").mkdir()
     (out / "config.json").write_text("{}")
@@ -274,14 +285,36 @@ def flip(file):
     file.write_bytes(data)
 
 
-def test_a_flipped_byte_is_refused(folder, out, capsys, monkeypatch):
-    """When it is used, and when the same conversion is run again."""
+def test_a_flipped_byte_is_refused_when_it_is_used(folder, out):
     convert(folder, out)
     flip(out / "experts" / "layer_00002" / "expert_00005")
-    target = load_target(out)
-    with pytest.raises(ExpertReadError, match="layer 2, expert 5: checksum"):
-        target(TOKENS)
-    assert "layer 2, expert 5: checksum" in complaint(capsys, folder, "--out", out, status=1)
+    with pytest.raises(ExpertReadError, match="layer 2, expert 5: checksum .*run the same `dejax"):
+        load_target(out)(TOKENS)
+
+
+def test_the_same_conversion_mends_what_is_damaged(folder, out, logits, capsys):
+    convert(folder, out, experts="f32")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    records = out / "experts" / "layer_00002"
+    flip(records / "expert_00005")
+    (records / "expert_00001").write_bytes(b"cut short")
+    (records / "expert_00002").unlink()
+    shutil.rmtree(out / "experts" / "layer_00001")
+    flip(out / "model.safetensors")
+    (out / "config.json").unlink()
+    assert main(["convert", str(folder), "--out", str(out), "--experts", "f32"]) == 0
+    mended = 3 + EXPERTS // 2
+    assert f"were there already, {mended} of them damaged and mended" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert convert(folder, out).mended == 0
+    np.testing.assert_array_equal(load_target(out)(TOKENS), logits)
+
+
+def test_a_truncated_record_names_the_command_that_mends_it(folder, out):
+    convert(folder, out)
+    (out / "experts" / "layer_00002" / "expert_00001").write_bytes(b"cut short")
+    with pytest.raises(UsageError, match="expert_00001 has 9 bytes, expected .* run the same `dej"):
+        load_target(out)
 
 
 def test_what_does_not_read_back_is_not_declared_whole(folder, out, capsys, monkeypatch):

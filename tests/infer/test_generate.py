@@ -181,14 +181,6 @@ def test_options_that_do_not_fit(target, options, message):
         generate(target, ["the draft"], **options)
 
 
-def test_a_target_without_experts_is_refused(target):
-    config = target.config
-    moe = dataclasses.replace(config.moe, dense_layers=tuple(range(config.num_layers)))
-    dense = dataclasses.replace(target, config=dataclasses.replace(config, experts=moe), routed={})
-    with pytest.raises(UsageError, match="has no MoE layers"):
-        generate(dense, ["the draft"])
-
-
 def test_draft_experts_of_another_target_are_refused(target):
     other = dataclasses.replace(draft_of(target), identity="another")
     with pytest.raises(

@@ -1,14 +1,20 @@
 """`dejax inspect`: published figures from a config alone, stored sizes where there are weights."""
 
 import json
+import math
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from dejax import families
+from dejax.ckpt.hf_weights import abstract_model
 from dejax.cli import main
 from dejax.target import load_target
 from infer.convert import convert
-from infer.inspect import inspect
+from infer.inspect import Part, inspect, resident_params
+from tests.ckpt.gguf_files import random_llama, tensors_of, write
 from tests.families.random_folder import raw_config, write_folder
 
 # config.json as published, and what the reference counts on its meta device.
@@ -90,15 +96,18 @@ def test_the_published_model_from_its_config(tmp_path, capsys):
         "routed experts 64 of width 1408, top-6",
         "shared experts width 2816",
         "attention MLA, 16 heads, ranks: query full, KV 512",
-        "context 163840, YaRN 40 x 4096",
+        "context 163840 (YaRN: 40 times 4096)",
         "parameters 15.7 B",
-        "active a token 2.66 B (top-1 expert alone: 1.54 B)",
+        "active a token 2.66 B (2.45 B without the embedding, 2.24 B without the head too)",
+        "with the top-1 expert 1.54 B",
+        "one expert, converted 17.3 MB as bf16, 34.6 MB as f32, 9.19 MB as fp8, 9.19 MB as int8, "
+        "4.87 MB as int4",
         "KV cache a token 31.1 kB in bfloat16, 62.2 kB in float32",
         "routed experts 14.4 B 91.6% bfloat16 26.8 GiB 28.8 GB",
         "the rest 1.31 B 8.4% bfloat16 2.44 GiB 2.62 GB",
         "all 15.7 B 29.3 GiB 31.4 GB",
         "one expert 8.65 M bfloat16 16.5 MiB 17.3 MB",
-        "draft experts 225 M bfloat16 429 MiB 450 MB",
+        "draft experts, on top 225 M bfloat16 429 MiB 450 MB",
         "8 GB 3.2 GB 277 of 1664 (17%)",
         "24 GB 3.2 GB 1202 of 1664 (72%)",
         "80 GB 3.2 GB all 1664",
@@ -160,7 +169,64 @@ def test_a_converted_folder(tmp_path):
 def test_a_model_without_moe_layers(tmp_path, capsys):
     folder = config_folder(tmp_path / "m", raw_config(first_k_dense_replace=3))
     assert main(["inspect", str(folder)]) == 0
-    assert "none to hold: it fits" in capsys.readouterr().out
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["layers", "3", "(all", "dense)"] in printed
+    assert ["device", "memory", "always", "there", "fits"] in printed
+    assert [line[-1] for line in printed if line[1:2] == ["GB"]] == ["yes"] * 3
+
+
+@pytest.mark.parametrize("name", ["v3", "qwen3-moe-sparse", "gpt-oss", "qwen3"])
+def test_one_layer_of_each_kind_tells_what_all_weigh(name):
+    config = families.model_config(raw_config(name))
+    leaves = jax.tree.leaves(abstract_model(config)[1])
+    assert resident_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+# In billions, as published: parameters in all, and those a token uses.
+PUBLISHED = {
+    "DeepSeek-V2-Lite": ("15.7", "2.4"),
+    "DeepSeek-V3.1": ("671", "37"),
+    "GLM-4.5-Air": ("106", "12"),
+    "Mixtral-8x7B-v0.1": ("46.7", "12.9"),
+    "Moonlight-16B-A3B": ("15.29", "2.24"),
+    "OLMoE-1B-7B-0924": ("6.9", "1.3"),
+    "Qwen3-235B-A22B": ("235", "22"),
+    "Qwen3-30B-A3B": ("30.5", "3.3"),
+    "gpt-oss-120b": ("116.83", "5.13"),
+    "gpt-oss-20b": ("20.91", "3.61"),
+}
+WITHOUT_EMBEDDING = ("DeepSeek-V2-Lite", "DeepSeek-V3.1", "gpt-oss-120b", "gpt-oss-20b")
+WITHOUT_BOTH = ("GLM-4.5-Air", "Moonlight-16B-A3B")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_totals_and_active_parameters_are_the_published_ones(tmp_path, name):
+    raw = json.loads((Path(__file__).parents[1] / f"families/published/{name}.json").read_text())
+    found = inspect(config_folder(tmp_path / name, raw))
+    left_out = found.embedding + found.head if name in WITHOUT_BOTH else 0
+    total, active = PUBLISHED[name]
+    assert (found.total - left_out) / 1e9 == pytest.approx(float(total), rel=0.01)
+    left_out += found.embedding if name in WITHOUT_EMBEDDING else 0
+    unit = 10.0 ** -len(active.partition(".")[2])  # published rounded, or cut off
+    assert abs((found.active - left_out) / 1e9 - float(active)) < unit
+    share = found.routed.params / found.total
+    assert found.routed_share == share and share > 0.9
+    assert [fit.memory_bytes for fit in found.fits] == [8e9, 24e9, 80e9]
+
+
+def test_a_gguf_file(tmp_path, capsys):
+    theirs = random_llama()
+    file = write(tmp_path / "m.gguf", tensors_of(theirs), kind="Q8_0")
+    assert main(["inspect", str(file)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "m.gguf: llama (GGUF)"
+    found, target = inspect(file), load_target(file)
+    assert found.identity == target.identity and found.kind == "gguf"
+    params = sum(parameter.numel() for parameter in theirs.parameters())
+    norms = sum(p.numel() for p in theirs.parameters() if p.dim() == 1)
+    stored = (params - norms) // 32 * 34 + 4 * norms
+    assert found.rest == Part(params, "F32 and Q8_0", stored)
+    assert found.total == found.active == params and found.layer_experts == 0
 
 
 def test_json(tmp_path, capsys):

@@ -13,6 +13,7 @@ from dejax.ckpt.expert_store import ExpertStoreWriter
 from dejax.spec.control import ControlConfig
 from infer.decode import DecodeOptions
 from infer.decoder import Decoder, Offload
+from infer.prefetch import device_form
 from tests.infer.random_target import draft_of, random_prompt, random_target
 
 PROMPT = random_prompt(9)
@@ -46,6 +47,21 @@ def quantised(target, encoding):
 
 def tokens_of(trace):
     return [token for record in trace for token in record.emitted]
+
+
+@pytest.mark.parametrize("unpack", ["host", "device"])
+def test_prefetches_are_bounded_by_the_bytes_that_experts_take_on_the_device(unpack):
+    few = random_target("shared").config
+    config = dataclasses.replace(few, experts=dataclasses.replace(few.moe, num_experts=32))
+    stored, _ = quantised(random_target(config), "int8")
+    store = stored.store
+    assert store is not None
+    form = device_form(store, np.float64, unpack)
+    assert form.bytes == (store.bytes_per_expert if form.packing else 8 * np.prod(store.shape))
+    with Decoder(stored, offload=Offload(unpack=unpack)) as decoder:
+        decoder.residency.begin_round()
+        decoder.residency.prefetch(store.pairs)
+        assert len(decoder.residency.available()) == 4 * config.routes_per_token < len(store.pairs)
 
 
 @pytest.mark.slow

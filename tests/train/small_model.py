@@ -17,9 +17,9 @@ def tokenizer_of():
     return train_tokenizer([text], vocab_size=VOCAB)
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """A Hugging Face folder with random weights and that tokenizer."""
-    write_folder(folder, raw_config("no-yarn-all-moe", vocab_size=VOCAB), seed=seed)
+def write_model(folder: Path, name: str = "no-yarn-all-moe", *, seed: int = 0) -> Path:
+    """A Hugging Face folder of a configuration, with random weights and that tokenizer."""
+    write_folder(folder, raw_config(name, vocab_size=VOCAB), seed=seed)
     save_tokenizer(tokenizer_of(), folder)
     return folder
 
