@@ -17,12 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices, or of the mere sizes of its axes."""
 
 AXES = DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 _ROWS = (DATA, FSDP, EXPERT)
@@ -71,18 +74,18 @@ def make_mesh(config: MeshConfig = MeshConfig(), devices: Sequence[Any] | None =
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
-def abstract_mesh(config: MeshConfig) -> Any:
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """A mesh of devices that need not be there, to trace or lower a step on; `data` must be set."""
     shape = (max(1, config.data), config.fsdp, config.expert, config.tensor)
-    return jax.sharding.AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
 
 
-def row_shards(mesh: Mesh) -> int:
+def row_shards(mesh: AnyMesh) -> int:
     """Into how many parts the rows of a batch are split."""
     return math.prod(mesh.shape[axis] for axis in _ROWS)
 
 
-def check_divides(config: ModelConfig, mesh: Any) -> None:
+def check_divides(config: ModelConfig, mesh: AnyMesh) -> None:
     """Refuses a mesh that does not divide a target.
 
     Raises:
@@ -131,12 +134,12 @@ def _shardings(tree: Any, mesh: Any, rules: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def target_shardings(tree: Any, mesh: Any) -> Any:
+def target_shardings(tree: Any, mesh: AnyMesh) -> Any:
     """How the weights of a target lie: for a tree of arrays or shapes, one sharding each."""
     return _shardings(tree, mesh, _RULES)
 
 
-def draft_shardings(tree: Any, mesh: Any, *, split: bool) -> Any:
+def draft_shardings(tree: Any, mesh: AnyMesh, *, split: bool) -> Any:
     """How draft parameters, their optimizer's state and the like lie: whole everywhere, or split.
 
     `split` divides a draft expert's weights over `fsdp`.
@@ -176,7 +179,7 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(fetch, tree)
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
+def row_sharding(mesh: AnyMesh) -> NamedSharding:
     """How the arrays of a batch lie: their first axis split over data, fsdp and expert."""
     return NamedSharding(mesh, P(_ROWS))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dejax.config import DraftConfig, ModelConfig
 from dejax.errors import UsageError
-from dejax.sharding import draft_shardings, row_sharding, target_shardings
+from dejax.sharding import draft_shardings, row_sharding, row_shards, target_shardings
 from infer.console import print_table
 from infer.units import format_bytes
 from train.distill_config import DistillConfig, draft_config, loss_options
@@ -115,6 +115,33 @@ def plan_distillation(model: ModelConfig, config: DistillConfig, mesh: Any) -> d
         "batch_bytes": device_bytes(batch),
         "step_bytes": int(analysis.temp_size_in_bytes) if analysis is not None else 0,
     }
+
+
+def estimate_step_bytes(model: ModelConfig, config: DistillConfig, mesh: Any) -> int:
+    """What a step takes of a device beside its arguments, by a formula (`docs/distillation.md`).
+
+    For remat=layer. A layer's experts as the scan hands them on, and gathered over fsdp; the rows
+    of a grouped product before, within and after it; what each layer leaves for the backward pass;
+    attention scores; gradients. Or, if it is more, the logits of a chunk.
+    """
+    fsdp, expert, tensor = (mesh.shape[axis] for axis in ("fsdp", "expert", "tensor"))
+    size, wide = jnp.dtype(config.compute).itemsize, 4
+    length, width = config.seq_len, model.width
+    batch = -(-config.batch_size // (row_shards(mesh) * config.accumulate))
+    rows, experts = batch * length, model.moe.num_experts
+    held = jnp.dtype(config.dtype).itemsize
+    layer = experts * int(np.prod(model.expert_shape)) * held // (expert * tensor)
+    layer_bytes = layer + layer // fsdp
+    assigned = rows * expert * model.moe.top_k + 128 * experts // expert
+    kept = len(model.moe_layers) * rows * (3 * width * size + experts * wide)
+    scores = 2 * batch * model.attention.heads // tensor * length * length * size
+    draft = draft_config(config, model)
+    gradients = len(model.moe_layers) * 3 * draft.width * width * wide
+    gradients //= fsdp if config.split_draft else 1
+    chunk = min(512, rows) * fsdp * expert
+    logits = 3 * chunk * (model.vocab_size // (fsdp * expert * tensor)) * wide
+    passing = layer_bytes + 3 * assigned * width * size + scores
+    return kept + gradients + max(passing, logits)
 
 
 def device_memory() -> int:

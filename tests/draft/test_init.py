@@ -61,7 +61,10 @@ def test_copies_are_wide_enough_to_be_trained(layer):
     neurons = np.arange(3)
     assert copy_neurons(stack.astype(jnp.bfloat16), jnp.asarray(neurons), D).dtype == jnp.float32
     with jax.enable_x64(True):
-        assert copy_neurons(jnp.asarray(stack, jnp.float64), jnp.asarray(neurons), D).dtype == jnp.float64
+        assert (
+            copy_neurons(jnp.asarray(stack, jnp.float64), jnp.asarray(neurons), D).dtype
+            == jnp.float64
+        )
 
 
 def test_more_neurons_than_there_are_is_refused():

@@ -1,0 +1,41 @@
+"""Draft experts for Moonlight-16B-A3B (16.0 B).
+
+Command:   dejax distill distill_moonlight --set target=Moonlight-16B-A3B
+           data=FILE --out DIR --distributed auto
+Hardware:  8 GPUs of 80 GB, one host
+Mesh:      data 2 x fsdp 4: a device holds a quarter of the target
+Memory:    about 13.7 GiB of each device by the plan (`--dry-run`).
+Data:      chats and text of the kind to be decoded, answers by the target itself where possible
+           (`dejax generate --json`); 200 M tokens.
+Expected:  not run by us at this size: expect the curves of `tiny` (README) in kind, not in number.
+"""
+
+from dejax.config import DraftConfig
+from dejax.sharding import MeshConfig
+from train.distill import DistillConfig
+from train.loop import LoopConfig
+from train.optimizer import OptimizerConfig
+
+
+def get_config() -> DistillConfig:
+    return DistillConfig(
+        target="Moonlight-16B-A3B",
+        data="data.jsonl",
+        draft=DraftConfig(width=1408),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=200, decay_steps=1000),
+        loop=LoopConfig(
+            steps=3050,
+            log_every=10,
+            eval_every=200,
+            norms_every=500,
+            decode_every=0,
+            save_every=200,
+        ),
+        seq_len=2048,
+        batch_size=32,
+        dtype="bfloat16",
+        compute="bfloat16",
+        remat="layer",
+        mesh=MeshConfig(data=2, fsdp=4),
+        split_draft=True,
+    )
