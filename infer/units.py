@@ -49,6 +49,14 @@ def format_count(count: int) -> str:
     return _scaled(count, 1000, ("", " k", " M", " B", " T"))
 
 
+def format_percent(share: float | None) -> str:
+    """A share, from 0 to 1, for people to read: 0.8244 is "82.4 %"; None, where there is none, "-".
+
+    JSON keeps shares as they are.
+    """
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def format_number(value: float) -> str:
     """Four digits, large ones whole rather than with an exponent: `12345.6` -> `"12346"`."""
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"

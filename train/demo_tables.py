@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.console import print_table
+from infer.units import format_percent
 
 Row = dict[str, Any]
 
@@ -15,10 +16,6 @@ def _is_greedy(row: Row) -> bool:
 
 def _find(rows: Sequence[Row], name: str, *, greedy: bool = True) -> Row:
     return next(row for row in rows if row["name"] == name and _is_greedy(row) == greedy)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:
@@ -32,10 +29,10 @@ def print_arms(arms: Sequence[Row]) -> None:
         [
             arm["name"],
             arm["kl"],
-            _percent(arm["agreement"]),
+            format_percent(arm["agreement"]),
             f"{100 * (arm['agreement'] - base):+.1f}",
-            _percent(arm["router_agreement"]),
-            _percent(arm["prefetch_recall"]),
+            format_percent(arm["router_agreement"]),
+            format_percent(arm["prefetch_recall"]),
         ]
         for arm in arms
     ]
@@ -60,7 +57,7 @@ def print_drafts(rows: Sequence[Row]) -> None:
                 row["name"],
                 row["stats"]["draft_layer_experts"],
                 row["stats"]["unique_layer_experts"],
-                _percent(row["stats"]["acceptance_rate"]),
+                format_percent(row["stats"]["acceptance_rate"]),
                 _ratio(row["stats"]["draft_pass_seconds"], base),
             ]
             for row in chosen
@@ -86,8 +83,8 @@ def print_verify(rows: Sequence[Row]) -> None:
                 row["name"],
                 row["stats"]["target_pass_seconds"] / step,
                 row["stats"]["tokens_per_round"],
-                _percent(row["stats"]["prefetch_recall"]),
-                _percent(row["stats"]["prefetch_precision"]),
+                format_percent(row["stats"]["prefetch_recall"]),
+                format_percent(row["stats"]["prefetch_precision"]),
             ]
             for row in chosen
         ],
@@ -113,7 +110,7 @@ def print_speed(rows: Sequence[Row]) -> None:
                 _ratio(stats["decode_tps"], base["decode_tps"]),
                 stats["tokens_per_round"],
                 moved / max(stats["emitted"], 1) / 1e6,
-                _percent(stats["distinct_4grams"]),
+                format_percent(stats["distinct_4grams"]),
                 "yes" if row["identical_to_ar"] else "NO",
             ]
         )

@@ -38,6 +38,7 @@ from infer.generate import generate
 from infer.output import report
 from infer.prompts import read_prompts
 from infer.report import stats
+from infer.units import format_percent
 from train.beside_original import beside_original
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
@@ -262,6 +263,13 @@ LOOP_COLUMNS = {
 }
 
 
+SHARES = (
+    *("agreement", "router_agreement", "acceptance_rate"),
+    *("prefetch_recall", "prefetch_precision"),
+)
+"""What tables show in percent; JSON has it from 0 to 1."""
+
+
 def evaluation_rows(
     target: Target, data: str, *, seq_len: int, batch_size: int, most: int | None
 ) -> tuple[list[Batch], list[Batch]]:
@@ -311,15 +319,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _cells(metrics: dict[str, Any], columns: Iterable[str]) -> list[Any]:
+    return [format_percent(metrics[k]) if k in SHARES else metrics[k] for k in columns]
+
+
 def _show(name: str, result: dict[str, Any]) -> None:
     arms = result["teacher_forced"]
-    rows = [[arm, *(metrics[key] for key in COLUMNS)] for arm, metrics in arms.items()]
+    rows = [[arm, *_cells(metrics, COLUMNS)] for arm, metrics in arms.items()]
     note = f"{arms['draft']['tokens']:.0f} tokens; the target's own loss is "
     note += f"{arms['draft']['loss_full']:.4g}"
     print_table(f"{name}: teacher-forced", ["arm", *COLUMNS.values()], rows, note)
     if "original" in result:
-        row = [result["original"][key] for key in ORIGINAL_COLUMNS]
+        row = _cells(result["original"], ORIGINAL_COLUMNS)
         print_table(f"{name}: beside its original", list(ORIGINAL_COLUMNS.values()), [row])
     if "in_loop" in result:
-        row = [result["in_loop"][key] for key in LOOP_COLUMNS]
+        row = _cells(result["in_loop"], LOOP_COLUMNS)
         print_table(f"{name}: in the loop", list(LOOP_COLUMNS.values()), [row])

@@ -8,6 +8,7 @@ from infer.units import (
     format_count,
     format_decimal_bytes,
     format_number,
+    format_percent,
     parse_bytes,
 )
 
@@ -51,3 +52,8 @@ def test_one_form_of_each_number():
     assert [format_number(x) for x in (0.0, 12.345678, 12345.6, 1e-7)] == [
         *("0", "12.35", "12346", "1e-07")
     ]
+
+
+@pytest.mark.parametrize("share, text", [(0.82443, "82.4 %"), (1.0, "100.0 %"), (None, "-")])
+def test_percent(share, text):
+    assert format_percent(share) == text

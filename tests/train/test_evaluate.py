@@ -75,6 +75,9 @@ def test_the_program(tmp_path, capsys):
     assert loop["accepted"] <= loop["drafted"] and 2 <= loop["emitted"] <= 12
     shown = capsys.readouterr().out
     assert "teacher-forced" in shown and "in the loop" in shown and "top-1 + mean" in shown
+    draft = result["teacher_forced"]["draft"]
+    for share in (draft["agreement"], draft["prefetch_recall"], loop["acceptance_rate"]):
+        assert 0 <= share <= 1 and f" {100 * share:.1f} %" in shown
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
