@@ -1,0 +1,29 @@
+"""Arm of the ablation (DraftExpert's Table 5) on `tiny`: all losses, on the target's own text.
+
+Command:   python -m train.arms (all arms, several seeds); alone: dejax distill arm_on_policy
+Hardware:  2 CPU cores, about 4 minutes.
+Expected:  the table in docs/distillation.md.
+
+The text is what `python -m train.arms` has the target write; by itself: `--set data=FILE`, a file
+that `dejax generate --json` wrote.
+"""
+
+from dejax.config import DraftConfig
+from train.distill import DistillConfig
+from train.loop import LoopConfig
+from train.losses import LossWeights
+from train.optimizer import OptimizerConfig
+
+
+def get_config() -> DistillConfig:
+    return DistillConfig(
+        target="tiny",
+        data="demo",
+        draft=DraftConfig(width=32),
+        losses=LossWeights(router=0.5),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=10, decay_steps=80),
+        loop=LoopConfig(steps=200, log_every=10),
+        seq_len=256,
+        batch_size=8,
+        cpu_devices=2,
+    )
