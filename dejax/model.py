@@ -116,8 +116,8 @@ def attend_full(
     their own; S is then 2 T, the context first.
     """
     seen = None if context is None else layer.input_norm(context)
-    rows = dict(positions=positions, mask=mask, context=seen)
-    return x + layer.attention.full(layer.input_norm(x), **rows)
+    h = layer.input_norm(x)
+    return x + layer.attention.full(h, positions=positions, mask=mask, context=seen)
 
 
 def attend_cached(

@@ -173,6 +173,7 @@ def on_host(tree: Any) -> Any:
     def fetch(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             return np.asarray(jax.device_get(leaf))
+        assert isinstance(leaf.sharding, NamedSharding)
         whole = jax.jit(lambda a: a, out_shardings=NamedSharding(leaf.sharding.mesh, P()))(leaf)
         return np.asarray(whole)
 

@@ -125,8 +125,8 @@ def _scan_target(
 
     def body(x, pieces, windowed):
         layer_params, stack, piece = pieces
-        layer, options = layer_of(definition, layer_params), dict(r=r, config=definition.config)
-        half = target_half(layer, x, stack, sight, windowed, **options)
+        layer, config = layer_of(definition, layer_params), definition.config
+        half = target_half(layer, x, stack, sight, windowed, r=r, config=config)
         return half.x, visit(half, stack, piece)
 
     dense, pieces = partial(sight.dense, definition.config), (params.layers, params.routed, extra)

@@ -1,6 +1,6 @@
 """The devices and processes that a program trains on, chosen before JAX starts."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 
@@ -52,7 +52,7 @@ def start_devices(cpu_devices: int, distributed: str) -> None:
     use_cpu_devices(cpu_devices)
     if distributed == "none":
         return
-    where = {}
+    where: dict[str, Any] = {}
     if distributed != "auto":
         address, count, index = distributed.split(",")
         where = dict(coordinator_address=address, num_processes=int(count), process_id=int(index))

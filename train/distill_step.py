@@ -387,7 +387,7 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
         metrics["grad_norm"] = optax.global_norm(grads)
         draft: Any = optax.apply_updates(state.draft, updates)
-        average = state.average
+        average: Any = state.average
         if average is not None:
             average = optax.incremental_update(draft, average, 1 - ema)
         return DistillState(draft=draft, opt_state=opt_state, average=average), metrics

@@ -8,7 +8,7 @@ asks for its rows of a batch, and any number of hosts sees the same batches.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,9 @@ def _open_tokens(
     )
 
 
-def read_ahead(get: Callable[[int], T], steps: Iterable[int], *, ahead: int = 2) -> Iterator[T]:
+def read_ahead(
+    get: Callable[[int], T], steps: Iterable[int], *, ahead: int = 2
+) -> Generator[T, None, None]:
     """`get` of each of `steps` in order, the next `ahead` of them made meanwhile in a thread.
 
     What `get` raises is raised at the step that it belongs to. The thread ends with the iterator.

@@ -6,8 +6,7 @@ counts the body of a scan once.
 
 import math
 from dataclasses import dataclass
-
-import jax
+from typing import Any
 
 from dejax.ckpt.hf_weights import abstract_model, array_paths
 from dejax.config import DraftConfig, MLAConfig, ModelConfig
@@ -70,7 +69,7 @@ def step_flops(config: ModelConfig, draft: DraftConfig, seq_len: int) -> StepFlo
     )
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """The device's bfloat16 operations a second, where they are known."""
     kind = device.device_kind
     return next((peak for name, peak in _BF16_PEAK.items() if name in kind), None)

@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 from dejax.errors import FailedError, UsageError
 from dejax.paths import kind_of
 from infer.console import progress, say
+from train.documents import read_ahead
 from train.metrics import Metrics, MetricsFile
 from train.preemption import watch_for_stop
 
@@ -199,10 +200,12 @@ def run(
         stop_after = stack.enter_context(watch_for_stop())
         written = stack.enter_context(MetricsFile(workdir, first=first))
         bar = stack.enter_context(progress(label, config.steps, "steps", done=first))
+        batches = read_ahead(batch_at, range(first, config.steps))
+        stack.callback(batches.close)
         for step in range(first + 1, config.steps + 1):
             last, shown = step == config.steps, {}
             with clock.of("data"):
-                batch = batch_at(step - 1)
+                batch = next(batches)
                 placed = place(batch)
             compiles = step == first + 1
             with bar.aside("compiling", 1) if compiles else contextlib.nullcontext():
@@ -247,7 +250,8 @@ class _Clock:
     """Where the time since the last row of metrics went, in seconds."""
 
     def __init__(self):
-        self.seconds = dict.fromkeys(("data", "compile", "step", "evaluation", "saving"), 0.0)
+        uses = ("data", "compile", "step", "evaluation", "saving")
+        self.seconds: dict[str, float] = dict.fromkeys(uses, 0.0)
         self.tokens = 0
 
     @contextlib.contextmanager

@@ -177,7 +177,8 @@ def vocabulary_losses(
     pair = jnp.asarray(weights, kind)
     rows = jax.lax.stop_gradient((teacher, targets, mask))
     options = (float(temperature), chunk)
-    objective, sums = _compared(options, student, head, pair, rows)
+    compared: Any = _compared(options, student, head, pair, rows)
+    objective, sums = compared
     count = mask.sum().astype(kind)
     totals = (Total(sums[i], count) for i in range(len(VocabularyTotals._fields)))
     return objective, VocabularyTotals(*totals)
@@ -219,29 +220,30 @@ def _sweep(options, student, head, weights, rows, *, with_gradient):
             return jnp.pad(a, pad).reshape(count, size, *a.shape[1:])
 
         def step(sums, piece):
-            columns, slope = _compare_rows(
-                part, head, *map(part.gather, piece), weights, temperature, with_gradient
-            )
-            return sums + columns, part.scatter(slope) if with_gradient else 0.0
+            rows = tuple(map(part.gather, piece))
+            columns, slope = _compare_rows(part, head, rows, weights, temperature, with_gradient)
+            return sums + columns, part.scatter(slope) if with_gradient else None
 
         zero = jnp.zeros(len(VocabularyTotals._fields), weights.dtype)
+        slopes: Any
         sums, slopes = jax.lax.scan(step, zero, tuple(map(split, flat)))
         sums = part.total(sums)
         if not with_gradient:
             return sums, jnp.zeros(batch, student.dtype)
-        gradient = slopes.reshape(-1, width)[: batch * length]
+        gradient = jnp.reshape(slopes, (-1, width))[: batch * length]
         return sums, gradient.reshape(student.shape).astype(student.dtype)
 
     sums, gradient = over_vocabulary(local, head, (student, *rows), weights, out_rows=(False, True))
     return weights[0] * sums[0] + weights[1] * sums[1], sums, gradient
 
 
-def _compare_rows(part, head, student, teacher, targets, mask, weights, temperature, with_gradient):
+def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tuple[Any, Any]:
     """The five sums of some rows, and each row's gradient of the objective ([N, D], this part's).
 
     d KL_T / d logits = (softmax(draft / T) - softmax(full / T)) / T, times T^2; d CE / d logits =
     softmax(draft) - one-hot.
     """
+    student, teacher, targets, mask = rows
     kind = weights.dtype
     product = partial(jnp.einsum, "nd,vd->nv", preferred_element_type=kind)
     table = head.astype(student.dtype)

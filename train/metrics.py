@@ -53,7 +53,7 @@ class MetricsFile:
         self._file.flush()
         for name, value in row.items():
             if name != "step":
-                self._board.add_scalar(name, value, row["step"])
+                self._board.add_scalar(name, value, int(row["step"]))
 
 
 def _lines(path: Path) -> list[str]:

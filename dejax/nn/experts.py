@@ -8,7 +8,7 @@ sum therefore depends neither on which other experts the pass uses nor on the si
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +294,7 @@ def experts_of_tokens(
             weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
             out = _blocks_output(x, weights, activation)
         else:
-            out = _blocks_in_turn(x, owner, stack, activation)
+            out = cast(Array, _blocks_in_turn(x, owner, stack, activation))
         out = out.reshape(blocks * block, -1)
     per_token = _collect(out, source_rank, slot_of, filled)
     y = jnp.zeros((*gates.shape[:-2], *h.shape), h.dtype)
