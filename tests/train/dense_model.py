@@ -13,6 +13,6 @@ SIZES = dict(vocab_size=VOCAB, intermediate_size=192, num_hidden_layers=3)
 
 def write_dense(folder: Path, name: str = "llama", *, seed: int = 0, **more) -> Path:
     """A Hugging Face folder of a dense family with random weights."""
-    write_folder(folder, raw_config(name, **SIZES, **more), seed=seed)
+    write_folder(folder, raw_config(name, **SIZES | more), seed=seed)
     save_tokenizer(tokenizer_of(), folder)
     return folder
