@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dejax.draft.path import draft_experts
+from dejax.draft.path import routed_output, top_r
 from dejax.model import embed, layer_full, logits_of, sequence_masks, split_layer, split_outer
+from dejax.nn.router import Routing
 from dejax.routing.overlap import (
     RoutingRecord,
     expert_load,
@@ -39,7 +40,11 @@ def _layer(
     """A layer over one window with the top `r` of its experts (if it has any), and its routing."""
     layer, row = nnx.merge(definition, params), {key: a[None] for key, a in row.items()}
     mask = sequence_masks(config, row["positions"], row["segment_ids"]).whole
-    experts = draft_experts(stack, None, r=r, block=32)
+
+    # A dense layer has no stack (None), and asks for no expert.
+    def experts(h: Float[Array, "1 T D"], routing: Routing) -> Float[Array, "1 T D"]:
+        return routed_output(h, top_r(routing, r), stack, block=32)
+
     x, tap = layer_full(layer, x, positions=row["positions"], mask=mask, experts=experts)
     return x, None if tap is None else tap.routing.ids[0]
 

@@ -171,7 +171,7 @@ def test_models_that_cannot_be_upcycled_are_refused(dense, capsys, tmp_path):
     assert "is a mixture of experts already" in refused(capsys, "tiny", *out)
     biased = write_dense(tmp_path / "biased", "llama-biases")
     assert "the model has biases, which a glm4_moe" in refused(capsys, str(biased), *out)
-    windowed = write_dense(tmp_path / "windowed", "qwen3-window")
+    windowed = write_dense(tmp_path / "windowed", "qwen3-window", attention_bias=False)
     assert "the model has a sliding window" in refused(capsys, str(windowed), *out)
     assert "exists already" in refused(capsys, str(dense), "--out", str(moe))
 
