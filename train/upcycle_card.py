@@ -108,7 +108,7 @@ def kinds_table(runs: Sequence[Run]) -> str:
     kinds = [kind for kind in runs[0]["quality"] if kind != "all"]
     first = runs[0]["quality"]
     dense = ["dense", *(f"{first[kind]['dense_perplexity']:.3g}" for kind in kinds)]
-    rows = [dense]
+    rows: list[list[Any]] = [dense]
     for run in runs:
         found = [run["quality"].get(kind) for kind in kinds]
         cells = [f"{f['perplexity']:.3g}, {f['agreement']:.3f}" if f else None for f in found]

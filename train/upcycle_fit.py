@@ -14,10 +14,12 @@ from jaxtyping import Float
 
 from train.closed_form import solve_ridge
 
-RIDGES = (0.03, 0.1, 0.3)
+RIDGES = (0.1, 0.3, 1.0)
 """Regularisations of the correction to choose from, relative to a neuron's mean square.
 
-They are large: a layer has as many neurons as a few per cent of the calibration's tokens.
+They are large: a layer of SmolLM2 has 1,536 neurons. What is left of its output's error, 0.149
+without a correction, was with 0.03, 0.1, 0.3, 1 and 3: 0.131, 0.126, 0.122, 0.122 and 0.127 fitted
+on 12k tokens, 0.119, 0.117, 0.116, 0.119 and 0.125 on 24k.
 """
 ROUTER_RIDGE = 1e-3
 """Regularisation of the router, relative to the mean square of its input's deviation."""
@@ -95,7 +97,8 @@ class Moments:
     @classmethod
     def zero(cls, width: int, neurons: int) -> "Moments":
         """Of no token."""
-        return cls(*map(np.zeros, ((neurons, neurons), (width, neurons), (width, neurons))))
+        gram, own, gap = (np.zeros((rows, neurons)) for rows in (neurons, width, width))
+        return cls(gram, own, gap)
 
     def add(
         self,
@@ -149,7 +152,8 @@ def fit_correction(folds: Sequence[Moments]) -> Correction:
     best = None
     for ridge in RIDGES:
         solved = [_solve(whole.without(fold), ridge) for fold in folds]
-        curve = sum(_error_curve(fold, *parts) for fold, parts in zip(folds, solved, strict=True))
+        curves = [_error_curve(fold, *parts) for fold, parts in zip(folds, solved, strict=True)]
+        curve = np.sum(curves, axis=0)
         beta = float(np.clip(-curve[1] / (2 * curve[2]), 0, 1)) if curve[2] > 0 else 0.0
         error = energy + float(np.polynomial.polynomial.polyval(beta, curve))
         if best is None or error < best[0]:

@@ -159,6 +159,12 @@ def test_text_that_is_too_short_says_how_much_is_needed(dense, capsys, tmp_path)
     out = ["--out", str(tmp_path / "moe")]
     line = refused(capsys, str(dense), *out, "--tokens", "100")
     assert "expected at least 512 (4 windows of 128)" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_more_text_than_there_is_says_how_much_is_needed(dense, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "moe")]
     much = refused(capsys, str(dense), *out, "--tokens", "900000000")
     assert "expected more than 899999744" in much
     assert list(tmp_path.iterdir()) == []
