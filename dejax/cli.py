@@ -22,6 +22,7 @@ VERBS = {
     "inspect": ("infer.inspect:main", "family, dimensions, bytes by part, what fits where"),
     "convert": ("infer.convert:main", "a Hugging Face folder to resident weights + expert store"),
     "pretrain": ("train.pretrain:main", "train a small target from a config file"),
+    "upcycle": ("train.upcycle:main", "a dense model to a mixture of experts, without training"),
     "distill": ("train.distill:main", "train draft experts for a target from a config file"),
     "evaluate": ("train.evaluate:main", "the quality of draft experts: agreement, acceptance"),
     "generate": ("infer.generate:main", "decode text"),

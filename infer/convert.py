@@ -183,9 +183,14 @@ def _write_rest(folder: Path, out: Path, plan: CheckpointPlan) -> None:
     total = sum(entry.nbytes for entry in entries.values())
     with progress("other weights", total / _MB, "MB") as bar, _disk_errors(out):
         copy_tensors(out / SINGLE_FILE, entries, lambda count: bar.advance(count / _MB))
-        for name in COPIED:
-            if (folder / name).is_file():
-                _copy_whole(folder / name, out / name)
+        copy_companions(folder, out)
+
+
+def copy_companions(folder: Path, out: Path) -> None:
+    """Copies what a model folder has beside weights and configuration: tokenizer and all."""
+    for name in COPIED:
+        if (folder / name).is_file():
+            _copy_whole(folder / name, out / name)
 
 
 def _copy_whole(source: Path, target: Path) -> None:

