@@ -145,7 +145,8 @@ def plot_losses(log: Sequence[dict[str, int | float]], path: Path) -> None:
                 axes.plot(steps, [row[name] for row in log], color=colour, label=name)
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        if axes.lines:  # a run on the residual loss alone has no agreements
+            axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     left, right = figure.axes
     left.set_yscale("log")
     left.set_title("loss, and its terms before they are weighted", fontsize=10)

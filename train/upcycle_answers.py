@@ -34,8 +34,7 @@ from dejax.target import Target, load_target
 from infer.arguments import InputFile, OutputFile, ParsedBy, Positional, PositiveInt, parse
 from infer.console import progress, say
 from infer.output import write_json
-from infer.prompts import encode_prompt, read_prompts
-from train.demo import PROMPTS
+from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
@@ -103,7 +102,7 @@ class Arguments:
     """The dense model (a folder or a .gguf file) and MoEs made from it."""
     out: OutputFile
     """Where to write the answers, as JSON."""
-    prompts: InputFile = PROMPTS
+    prompts: InputFile = DEMO_PROMPTS
     """Prompts as JSON lines."""
     count: PositiveInt = 10
     """How many of them, from the first on."""

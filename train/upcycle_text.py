@@ -14,7 +14,7 @@ import numpy as np
 
 from dejax.errors import UsageError
 from train.data import Batch
-from train.packed_rows import (
+from train.upcycle_documents import (
     Document,
     PackedRows,
     encode_documents,
