@@ -5,7 +5,6 @@ from pathlib import Path
 from types import TracebackType
 
 import jax
-from tensorboardX import SummaryWriter
 
 Metrics = dict[str, int | float]
 
@@ -30,6 +29,8 @@ class MetricsFile:
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        from tensorboardX import SummaryWriter  # its import sets an environment variable
+
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=first + 1)
 
     def __enter__(self) -> "MetricsFile":
