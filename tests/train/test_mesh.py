@@ -49,7 +49,8 @@ def test_memory_holds_no_logits_of_all_tokens(measured):
     (short, wide), (long, both) = measured["bytes"]
     together = both - wide - long + short  # what grows with tokens times vocabulary
     rows, columns = 1024, (16384 - 1024) // 4  # a device's more tokens, and its more of the head
-    assert abs(together) < 0.02 * 4 * rows * columns
+    # Less than nothing where the two dimensions make different phases of the step the largest.
+    assert together < 0.02 * 4 * rows * columns
     assert wide > short and long > short
 
 
