@@ -13,7 +13,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,14 @@ class Document:
       text: plain text; or
       messages: a chat, role and content each, and whatever else the template reads; or
       token_ids: (what was given, what a model answered).
+      kind: what sort of text it is, where a row of JSON says so.
     """
 
     where: str
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     token_ids: tuple[list[int], list[int]] | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def _file_documents(path: Path, text_column: str) -> Iterator[Document]:
                 # JSON may hold other separators of lines unescaped: only \n ends one.
                 rows = _json_rows(io.TextIOWrapper(plain, "utf-8-sig", newline="\n"), path)
             for where, row in rows:
-                yield as_document(row, where, text_column)
+                document = as_document(row, where, text_column)
+                kind = row.get("kind")
+                yield replace(document, kind=kind) if isinstance(kind, str) else document
     except OSError as error:  # gzip's too: a stream that is damaged
         raise UsageError(f"{shown(path)} cannot be read ({reason(error)})") from None
     except (UnicodeDecodeError, EOFError, zlib.error) as error:

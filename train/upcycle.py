@@ -28,7 +28,7 @@ from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
-from dejax.target import Target, load_target
+from dejax.target import Target, is_gguf, load_target
 from infer.arguments import (
     InputFile,
     NonNegativeInt,
@@ -212,10 +212,10 @@ def write_moe(
     layers = {layer: routed for layer, (routed, _) in found.items()}
     model, stacks = assemble(dense.model, config, layers, dtype)
     with tempfile.TemporaryDirectory(dir=state.folder) as folder:
-        if kind_of(source) == "folder":
-            copy_companions(Path(source), Path(folder))
-        else:
+        if is_gguf(source):
             dense.tokenizer.save_pretrained(folder)
+        else:
+            copy_companions(Path(source), Path(folder))
         write_checkpoint(out, raw, model, stacks, dtype=dtype, tokenizer=Path(folder))
     return [fit for _, fit in found.values()]
 

