@@ -7,6 +7,7 @@ as sums; embedding and head are split by vocabulary over all three and never gat
 a function on a mesh enters it (`jax.set_mesh`); without one, all of this does nothing.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -173,11 +174,17 @@ def on_host(tree: Any) -> Any:
     def fetch(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             return np.asarray(jax.device_get(leaf))
-        assert isinstance(leaf.sharding, NamedSharding)
-        whole = jax.jit(lambda a: a, out_shardings=NamedSharding(leaf.sharding.mesh, P()))(leaf)
-        return np.asarray(whole)
+        if not leaf.is_fully_replicated:
+            assert isinstance(leaf.sharding, NamedSharding)
+            leaf = _replicate(leaf.sharding.mesh)(leaf)
+        return np.asarray(leaf)
 
     return jax.tree.map(fetch, tree)
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[Array], Array]:
+    return jax.jit(lambda a: a, out_shardings=replicated(mesh))
 
 
 def row_sharding(mesh: AnyMesh) -> NamedSharding:

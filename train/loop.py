@@ -237,7 +237,6 @@ def run(
                 clock = _Clock()
             bar.advance(1, **shown)
             if stopping and not last:
-                assert saver is not None or workdir is None
                 saved = "its checkpoint is saved: the same command goes on from there"
                 raise FailedError(
                     f"{label}: told to stop, after step {step} of {config.steps}; "
@@ -268,6 +267,11 @@ class _Clock:
         return {"tokens_per_second": rate} | spent
 
 
+@jax.jit
+def _copied(state: Any) -> Any:
+    return jax.tree.map(jnp.copy, state)
+
+
 class _Saver:
     """Checkpoints of a run: written in the background, the last `keep` of them kept."""
 
@@ -286,9 +290,14 @@ class _Saver:
         return self.last_good, self._orbax.load(self.last_good, state)
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to save; the state may be donated to the next step at once."""
-        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
-        self._orbax.save_async(step, copied, custom_metadata=self._info, overwrite=True)
+        """Begins to save; the state may be donated to the next step at once.
+
+        Waits for the save before it: orbax leaves out one that finds another under way.
+        """
+        copied = _copied(state)
+        self._orbax.wait()
+        info = self._info
+        self._orbax.save_async(step, copied, custom_metadata=info, overwrite=True, force=True)
         self.last_good = step
 
     def close(self) -> None:
