@@ -268,7 +268,7 @@ def experts_of_tokens(
     ids = jnp.take_along_axis(ids, order, 1)
     gates = jnp.take_along_axis(gates, jnp.broadcast_to(order, gates.shape), -1)
     flat = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
-    rank = jnp.argsort(flat, stable=True)  # rank[i]: assignment at place i when sorted by expert
+    rank = jnp.argsort(flat, stable=True).astype(jnp.int32)  # rank[i]: the i-th when sorted
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
     padded = -(-counts // block) * block
     spare = num_experts * (block > 1)
