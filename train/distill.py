@@ -32,10 +32,10 @@ from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
 from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
 from train.distill_plan import check_memory, plan_distillation, show_plan
-from train.distill_step import DistillState, make_step, make_term_norms
 from train.documents import BatchAt, Data, check_data, open_data
 from train.evaluate import in_loop, teacher_forced
 from train.flops import peak_flops, step_flops
+from train.gradient_step import DistillState, make_step, make_term_norms
 from train.kv_mix import draw_blocks
 from train.loop import Measure, Metrics, Resume, check_resume, run
 from train.optimizer import make_optimizer
@@ -164,7 +164,8 @@ def _norms(
     """The gradient norm of each loss by itself, always on the first batch."""
     if not config.loop.norms_every or config.objective != "all":
         return []
-    rows, norms = own_rows(teacher.mesh, config.batch_size), make_term_norms(**options)
+    rows = own_rows(teacher.mesh, config.batch_size)
+    norms = make_term_norms(accumulate=config.accumulate, **options)
 
     def measure(state: DistillState) -> Metrics:
         batch, _ = _step_rows(batch_at, config, rows, 0)

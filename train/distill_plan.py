@@ -16,8 +16,9 @@ from dejax.sharding import draft_shardings, row_sharding, row_shards, target_sha
 from infer.console import print_table
 from infer.units import format_bytes
 from train.distill_config import DistillConfig, draft_config, loss_options
-from train.distill_step import Batch, DistillState, make_step
+from train.distill_step import Batch
 from train.flops import step_flops
+from train.gradient_step import DistillState, make_step
 from train.optimizer import make_optimizer
 from train.stacked import StackedDef
 from train.teacher import abstract_target

@@ -26,7 +26,8 @@ from tests.infer.random_target import SHAPES, draft_of, random_target
 from tests.train.rows import random_batch
 from train.distill_config import DistillConfig
 from train.distill_plan import abstract_step
-from train.distill_step import DistillState, loss_fn, make_step
+from train.distill_step import loss_fn
+from train.gradient_step import DistillState, make_step
 from train.kv_mix import draw_blocks
 from train.losses import LossWeights
 from train.teacher import as_teacher

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from train.distill_step import DistillState
+from train.gradient_step import DistillState
 from train.loop import LoopConfig, run
 from train.optimizer import OptimizerConfig, make_optimizer
 
