@@ -89,7 +89,7 @@ def make_step(
 
         grads, metrics = gradients(loss, state.draft, batch, accumulate=accumulate)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         draft: Any = optax.apply_updates(state.draft, updates)
         average: Any = state.average
         if average is not None:
@@ -111,7 +111,7 @@ def make_term_norms(*, accumulate: int = 1, **loss_options: Any) -> Callable[...
             def loss(draft, batch):
                 return loss_fn(draft, params, batch, weights, **loss_options)
 
-            return optax.global_norm(gradients(loss, draft, batch, accumulate=accumulate)[0])
+            return optax.tree.norm(gradients(loss, draft, batch, accumulate=accumulate)[0])
 
         values = jax.lax.map(norm, jnp.eye(4))
         return {f"grad_norm_{name}": values[i] for i, name in enumerate(TERMS)}

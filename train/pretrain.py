@@ -183,7 +183,7 @@ def make_step(
         grads, metrics = sharded(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, _tree(state.params))
         params = cast(StackedParams, optax.apply_updates(_tree(state.params), updates))
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         return PretrainState(params=params, opt_state=opt_state), metrics
 
     return step
