@@ -8,13 +8,7 @@ transfers. Whatever the sizes, the policy and the timing, `acquire` hands out th
 (DraftExpert, arXiv 2607.24434: prefetching and offloaded execution; its setting without a
 persistent expert cache is `device_cache_bytes=0`).
 
-Who keeps an expert on the device:
-
-- a target pass (`kind="demand"`) holds what it acquired until `release(layer)` or `end_pass`;
-- a round holds what its draft passes acquired (`kind="draft"`) and what was prefetched in it, used
-  or not, until `end_round`;
-- what nobody holds belongs to the device cache and may be evicted. Held experts count towards the
-  size of the cache: bytes on the device <= max(device_cache_bytes, bytes held + one transfer).
+`infer.device_cache` tells who keeps an expert on the device, and how much lies there.
 
 Sizes on the device are in the bytes that experts take there: as stored if they are packed, else of
 the compute dtype, so that with bfloat16 records that are computed in float32 an expert takes twice
@@ -38,6 +32,7 @@ from jaxtyping import Shaped
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
+from infer.device_cache import PASS, ROUND, DeviceCache
 from infer.link import Link, Pacer
 from infer.prefetch import (
     LRU,
@@ -51,8 +46,7 @@ from infer.prefetch import (
     device_form,
 )
 
-_PASS, _ROUND = 1, 2
-_HOLD_OF = {"demand": _PASS, "draft": _ROUND}
+_HOLD_OF = {"demand": PASS, "draft": ROUND}
 
 
 class Residency:
@@ -61,8 +55,6 @@ class Residency:
     Attributes:
         packing: how experts are packed on the device, None if they are in the compute dtype.
         bytes_per_expert: bytes of one expert on the device.
-        device_bytes: bytes of all experts on the device now.
-        peak_device_bytes: the most so far, with the one under way.
         prefetch_failures: prefetches that could not be read; the pass then loads on demand.
         stager: counts the bytes in the host cache, and the reads that were retried.
     """
@@ -104,7 +96,6 @@ class Residency:
             raise UsageError(f"residency: bytes {sizes}, retries {retries}; expected >= 0")
         form = device_form(store, compute_dtype, unpack)
         self.packing, self.bytes_per_expert = form.packing, form.bytes
-        self.device_bytes = self.peak_device_bytes = 0
         self.prefetch_failures = 0
         self.stager = Stager(
             store,
@@ -117,18 +108,13 @@ class Residency:
         )
         self._pairs = frozenset(store.pairs)
         self._record_bytes = store.bytes_per_expert
-        self._device_bound = math.inf if device_cache_bytes is None else device_cache_bytes
+        bound = math.inf if device_cache_bytes is None else device_cache_bytes
+        self._cache = DeviceCache(policy(), bound=bound, expert_bytes=form.bytes)
         self._prefetch_bound = prefetch_bytes
-        self._policy = policy()
         self._clock = clock
         self._pacer = Pacer(link, clock=clock, sleep=sleep)
 
-        self._slots: dict[Pair, Slot] = {}
         self._queue = TransferQueue()
-        self._held_by_pass: dict[int, list[Slot]] = {}
-        self._held_by_round: list[Slot] = []
-        self._loading_bytes = 0  # of the one under way
-        self._speculative_bytes = 0
         self._prefetched: set[Pair] = set()
         self._broken: FailedError | None = None
         self._lock = threading.RLock()
@@ -155,14 +141,12 @@ class Residency:
             if self._broken is not None:
                 raise self._broken
             for expert in ids:
-                slot = self._slots.get((layer, expert))
+                slot = self._cache.slots.get((layer, expert))
                 if slot is None or slot.array is None:
                     slot = self._want((int(layer), int(expert)), kind)
                     missing.append(slot)
-                if not slot.holds & hold:
-                    self._hold(slot, hold)
-                if slot.speculative:
-                    self._settle(slot)
+                self._cache.hold(slot, hold)
+                self._cache.settle(slot)
                 slots.append(slot)
         for slot in missing:
             slot.done.wait()
@@ -185,15 +169,14 @@ class Residency:
             if self._broken is not None:
                 raise self._broken
             for pair in sorted(pairs, key=operator.itemgetter(0)):
-                slot = self._slots.get(pair)
+                slot = self._cache.slots.get(pair)
                 if slot is None:
-                    if self._speculative_bytes + self.bytes_per_expert > self._prefetch_bound:
+                    speculative = self._cache.speculative_bytes + self.bytes_per_expert
+                    if speculative > self._prefetch_bound:
                         continue
                     slot = self._enqueue((int(pair[0]), int(pair[1])), "prefetch")
-                    slot.speculative = True
-                    self._speculative_bytes += self.bytes_per_expert
-                if not slot.holds & _ROUND:
-                    self._hold(slot, _ROUND)
+                    self._cache.speculate(slot)
+                self._cache.hold(slot, ROUND)
 
     def release(self, layer: int) -> None:
         """The target pass is done with `layer`: it lets go of what it acquired there.
@@ -202,17 +185,15 @@ class Residency:
         taken out. Without effect on what draft passes acquired.
         """
         with self._lock:
-            held = self._held_by_pass.pop(layer, None)
-            if held is not None:
+            if layer in self._cache.held_by_pass:
                 self._cancel(layer)
-                self._let_go(held, _PASS)
+                self._cache.release(layer)
 
     def end_pass(self) -> None:
         """The target pass is over: it lets go of everything it acquired."""
         with self._lock:
-            for slots in self._held_by_pass.values():
-                self._let_go(slots, _PASS)
-            self._held_by_pass.clear()
+            for layer in list(self._cache.held_by_pass):
+                self._cache.release(layer)
 
     def begin_round(self) -> None:
         """Opens a round (an autoregressive step is one too); ends one that was left open."""
@@ -228,13 +209,7 @@ class Residency:
         with self._lock:
             self._cancel(None)
             self.end_pass()
-            # Unused prefetches are let go first: the policy then takes them for the oldest.
-            held = sorted(self._held_by_round, key=lambda slot: not slot.speculative)
-            for slot in held:
-                if slot.speculative and slot.array is not None:
-                    self._settle(slot)
-            self._let_go(held, _ROUND)
-            self._held_by_round.clear()
+            self._cache.end_round()
 
     def close(self) -> None:
         """Ends the thread and drops every expert; whoever waits in `acquire` gets an error."""
@@ -242,9 +217,7 @@ class Residency:
             self._break(FailedError("the residency is closed"))
             self._work.notify()
         self._thread.join()
-        for kept in (self._slots, self._held_by_pass, self._held_by_round):
-            kept.clear()
-        self.device_bytes = 0
+        self._cache.clear()
 
     def __enter__(self) -> "Residency":
         return self
@@ -252,19 +225,29 @@ class Residency:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all experts on the device now."""
+        return self._cache.bytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most so far, with the one under way."""
+        return self._cache.peak_bytes
+
     def is_available(self, pair: Pair) -> bool:
         """Whether an expert is on the device, or queued or under way."""
-        return pair in self._slots
+        return pair in self._cache.slots
 
     def available(self) -> set[Pair]:
         """The pairs for which `is_available` holds."""
         with self._lock:
-            return set(self._slots)
+            return set(self._cache.slots)
 
     def resident(self) -> set[Pair]:
         """The pairs that are on the device now."""
         with self._lock:
-            return {pair for pair, slot in self._slots.items() if slot.array is not None}
+            return {pair for pair, slot in self._cache.slots.items() if slot.array is not None}
 
     def prefetched(self) -> set[Pair]:
         """The pairs whose prefetch began in this round and did not fail, asked for or not."""
@@ -280,7 +263,7 @@ class Residency:
 
     def _want(self, pair: Pair, kind: PassKind) -> Slot:
         """The slot of a missing pair, queued so that a pass of this kind can wait for it."""
-        slot = self._slots.get(pair) or self._enqueue(pair, kind)
+        slot = self._cache.slots.get(pair) or self._enqueue(pair, kind)
         if slot.queued and slot.kind != kind and slot.kind != "demand":
             slot.kind = kind
             self._queue.push(slot)
@@ -293,53 +276,23 @@ class Residency:
     def _enqueue(self, pair: Pair, kind: Kind) -> Slot:
         if pair not in self._pairs:
             raise UsageError(f"layer {pair[0]}, expert {pair[1]} is not in the expert store")
-        slot = self._slots[pair] = Slot(pair, kind, self._clock())
+        slot = self._cache.slots[pair] = Slot(pair, kind, self._clock())
         self._queue.push(slot)
         self._work.notify()
         return slot
 
-    def _hold(self, slot: Slot, bit: int) -> None:
-        if not slot.holds and slot.array is not None:
-            self._policy.remove(slot.pair)
-        slot.holds |= bit
-        if bit == _PASS:
-            self._held_by_pass.setdefault(slot.pair[0], []).append(slot)
-        else:
-            self._held_by_round.append(slot)
-
-    def _let_go(self, slots: Iterable[Slot], bit: int) -> None:
-        for slot in slots:
-            slot.holds &= ~bit
-            if not slot.holds and slot.array is not None:
-                self._policy.add(slot.pair)
-        self._evict()
-
-    def _settle(self, slot: Slot) -> None:
-        """The slot is not speculative any more: asked for, arrived too late, or given up."""
-        slot.speculative = False
-        self._speculative_bytes -= self.bytes_per_expert
-
     def _cancel(self, last_layer: int | None) -> None:
         for slot in self._queue.cancel_prefetches(last_layer):
-            self._settle(slot)
-            del self._slots[slot.pair]
-
-    def _evict(self) -> None:
-        """Makes room for what is there and under way, as far as nobody holds it."""
-        while self.device_bytes + self._loading_bytes > self._device_bound:
-            pair = self._policy.pop()
-            if pair is None:
-                return
-            del self._slots[pair]
-            self.device_bytes -= self.bytes_per_expert
+            self._cache.settle(slot)
+            del self._cache.slots[slot.pair]
 
     def _break(self, error: FailedError) -> None:
         """Nothing will be loaded any more; nobody may be left waiting."""
         self._broken = self._broken or error
-        for slot in list(self._slots.values()):
+        for slot in list(self._cache.slots.values()):
             if not slot.done.is_set():
                 slot.fail(error)
-                del self._slots[slot.pair]
+                del self._cache.slots[slot.pair]
 
     # The transfer thread.
 
@@ -378,10 +331,7 @@ class Residency:
                     continue
                 if slot.kind == "prefetch":
                     self._prefetched.add(slot.pair)
-                self._loading_bytes = self.bytes_per_expert
-                self._evict()
-                now = self.device_bytes + self._loading_bytes
-                self.peak_device_bytes = max(self.peak_device_bytes, now)
+                self._cache.begin_loading()
                 return slot
         return None
 
@@ -389,22 +339,16 @@ class Residency:
         self, slot: Slot, array: jax.Array, start: float, end: float, from_store: bool
     ) -> None:
         with self._lock:
-            self._loading_bytes = 0
+            self._cache.end_loading()
             if self._broken is not None:
                 return
-            slot.array = array
-            self.device_bytes += self.bytes_per_expert
+            self._cache.put(slot, array)
             self._queue.book(slot, self._record_bytes, start, end, from_store)
-            if not slot.holds:  # its round ended meanwhile
-                if slot.speculative:
-                    self._settle(slot)
-                self._policy.add(slot.pair)
-            self._evict()
             slot.done.set()
 
     def _failed(self, slot: Slot, error: FailedError) -> None:
         with self._lock:
-            self._loading_bytes = 0
+            self._cache.end_loading()
             if self._broken is not None:
                 return
             if slot.kind == "prefetch":
@@ -414,6 +358,6 @@ class Residency:
                     slot.kind = slot.wanted
                     self._queue.push(slot)
                     return
-                self._settle(slot)
-            del self._slots[slot.pair]
+                self._cache.settle(slot)
+            del self._cache.slots[slot.pair]
             slot.fail(error)

@@ -1,15 +1,21 @@
 """The text of a model card, from the numbers that `train.model_card` measured and nothing else."""
 
-import math
-import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
+from train.card_pieces import (
+    Numbers,
+    count,
+    fenced,
+    fixed,
+    millions,
+    percent,
+    prose,
+    settings,
+    table,
+    yes,
+)
 from train.card_sources import SOURCES
-
-Numbers = dict[str, Any]
-Number = int | float
 
 MARGIN = 0.15
 """Nats a token that the routed experts have to be worth."""
@@ -25,7 +31,7 @@ def render(numbers: Numbers, *, curve: str, numbers_file: str, note: str | None 
         _head(numbers, numbers_file),
         _model(numbers["model"]),
         _making(numbers["run"], numbers["routing"], curve),
-        *([] if note is None else [_prose(note)]),
+        *([] if note is None else [prose(note)]),
         _data(numbers["data"]),
         _held_out(numbers["held_out"], numbers["measured"]),
         _experts(numbers["arms"], numbers),
@@ -37,71 +43,18 @@ def render(numbers: Numbers, *, curve: str, numbers_file: str, note: str | None 
     return "\n\n".join(sections) + "\n"
 
 
-# --- pieces ----------------------------------------------------------------------------------
-
-
-def _prose(*sentences: str) -> str:
-    return textwrap.fill(" ".join(sentences), 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; all columns but the first are flush right if the rows hold numbers."""
-    numeric = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
-    rules = ["---:" if flush else "---" for flush in numeric]
-    lines = [columns, rules, *([str(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _is_number(cell: Any) -> bool:
-    return re.fullmatch(r"[-+]?[\d,.]*( %)?", str(cell)) is not None
-
-
-def _fixed(value: Number | None, digits: int = 3) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _percent(value: Number | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _count(value: Number) -> str:
-    return f"{value:,.0f}"
-
-
-def _millions(value: Number) -> str:
-    return f"{value / 1e6:.1f} M"
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "**no**"
-
-
-def _settings(values: Numbers) -> str:
-    return ", ".join(f"`{key}` = `{value}`" for key, value in values.items())
-
-
-def _fenced(text: str) -> str:
-    """`text` in a code block that no run of backticks in it can end."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
-
-
-# --- sections --------------------------------------------------------------------------------
-
-
 def _head(numbers: Numbers, numbers_file: str) -> str:
     model, run, versions = numbers["model"], numbers["run"], numbers["measured"]["versions"]
     front = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: dejax\n"
     front += "pipeline_tag: text-generation\ntags: [mixture-of-experts, tiny]\n---"
-    about = _prose(
+    about = prose(
         f"A `{model['config']['family']}` mixture of experts of "
-        f"{_millions(model['parameters'])} parameters, trained from scratch on "
-        f"{_millions(_all_tokens(run))} tokens. It is small enough to come with dejax, so that "
+        f"{millions(model['parameters'])} parameters, trained from scratch on "
+        f"{millions(_all_tokens(run))} tokens. It is small enough to come with dejax, so that "
         "demo, tests and documentation run offline on real text and real routing. It is a test "
         "object, not an assistant.",
     )
-    origin = _prose(
+    origin = prose(
         "Written by `python -m train.model_card` from measurements (dejax "
         f"{versions['dejax']}, jax {versions['jax']}); all numbers are in `{numbers_file}`."
     )
@@ -131,15 +84,15 @@ def _model(model: Numbers) -> str:
         ),
         ("vocabulary", f"{config['vocab_size']}{', tied head' if config['tied'] else ''}"),
         ("context", config["context"]),
-        ("parameters", _count(model["parameters"])),
-        ("of them routed experts", _count(model["routed_parameters"])),
-        ("active for one token", _count(model["active_parameters"])),
-        ("weights", f"{_count(model['weight_bytes'])} bytes ({model['dtype']})"),
-        ("one routed expert", f"{_count(model['expert_bytes'])} bytes"),
-        ("folder without this card", f"{_count(model['folder_bytes'])} bytes"),
+        ("parameters", count(model["parameters"])),
+        ("of them routed experts", count(model["routed_parameters"])),
+        ("active for one token", count(model["active_parameters"])),
+        ("weights", f"{count(model['weight_bytes'])} bytes ({model['dtype']})"),
+        ("one routed expert", f"{count(model['expert_bytes'])} bytes"),
+        ("folder without this card", f"{count(model['folder_bytes'])} bytes"),
         ("identity", f"`{model['identity']}`"),
     ]
-    return "## What it is\n\n" + _table(("property", "value"), rows)
+    return "## What it is\n\n" + table(("property", "value"), rows)
 
 
 def _making(run: Numbers, routing: Numbers, curve: str) -> str:
@@ -152,7 +105,7 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
     )
     rows = [
         ("steps", f"{run['step']} (planned: {config['loop']['steps']})"),
-        ("tokens seen", _count(run["tokens"])),
+        ("tokens seen", count(run["tokens"])),
         ("batches", batches),
         ("seed", config["seed"]),
         (
@@ -172,29 +125,29 @@ def _making(run: Numbers, routing: Numbers, curve: str) -> str:
         ]
     rows += _first_rows(run)
     assignments = routing["tokens"] * len(routing["layers"]) * routing["top_k"]
-    dropped = _prose(
+    dropped = prose(
         "Routing is dropless, in training too. Counted with the grouped product on the held-out "
-        f"text: {_count(routing['dropped'])} of {_count(assignments)} (token, expert) pairs left "
+        f"text: {count(routing['dropped'])} of {count(assignments)} (token, expert) pairs left "
         "out."
     )
-    figure = _prose(
+    figure = prose(
         "Bits a byte during training are those of some held-out rows of each kind, evenly spread, "
         "in the table below those of all."
     )
     command = f"dejax pretrain configs/{name}.py --data DIR --out DIR"
     text = f"## How it was made\n\n```bash\n{command}\n```\n\n"
-    changes = [f"At step {s} it still had {_settings(d)}." for s, d in run["earlier"].items()]
+    changes = [f"At step {s} it still had {settings(d)}." for s, d in run["earlier"].items()]
     changes += [
         f"`{name}` is in its log from step {step} on only: the program changed on the way."
         for name, step in run["late_metrics"].items()
     ]
     if run["differences"]:
         changes.insert(
-            0, f"Other than in that file now, the run had {_settings(run['differences'])}."
+            0, f"Other than in that file now, the run had {settings(run['differences'])}."
         )
     if changes:
-        text += _prose("The command alone does not repeat this run.", *changes) + "\n\n"
-    text += _table(("what", "value"), rows)
+        text += prose("The command alone does not repeat this run.", *changes) + "\n\n"
+    text += table(("what", "value"), rows)
     return f"{text}\n\n{dropped}\n\n![Loss against tokens]({curve})\n\n{figure}"
 
 
@@ -207,13 +160,13 @@ def _first_rows(run: Numbers) -> list[tuple[str, str]]:
     first = run["first"]
     if first is None:
         return []
-    made = f"{first['step']} steps, {_count(first['tokens'])} tokens"
+    made = f"{first['step']} steps, {count(first['tokens'])} tokens"
     hours = (first["seconds"] or 0) / 3600
     weights = f"those of {first['name']} `{first['identity']}`: {made}, {hours:.2f} h, spread "
     both = hours + (run["seconds"] or 0) / 3600
     return [
         ("first weights", f"{weights}{first['spread_weight']:g}"),
-        ("both together", f"{_count(_all_tokens(run))} tokens, {both:.2f} h in steps"),
+        ("both together", f"{count(_all_tokens(run))} tokens, {both:.2f} h in steps"),
     ]
 
 
@@ -223,41 +176,41 @@ def _data(data: Numbers) -> str:
     rows = [
         (
             kind,
-            _count(counts["documents"]),
-            _count(counts["tokens"]),
-            _percent(train["weights"][kind] / whole),
-            _fixed(data["passes"][kind], 2),
-            _count(held["counts"][kind]["documents"] if kind in held["counts"] else 0),
-            _count(held["counts"][kind]["tokens"] if kind in held["counts"] else 0),
+            count(counts["documents"]),
+            count(counts["tokens"]),
+            percent(train["weights"][kind] / whole),
+            fixed(data["passes"][kind], 2),
+            count(held["counts"][kind]["documents"] if kind in held["counts"] else 0),
+            count(held["counts"][kind]["tokens"] if kind in held["counts"] else 0),
         )
         for kind, counts in train["counts"].items()
     ]
     columns = ("kind", "documents", "tokens", "share", "passes", "held out", "tokens held out")
     sources = [(kind, what, licence) for kind in train["counts"] for what, licence in SOURCES[kind]]
     words = data["run_words"]
-    split = _prose(
+    split = prose(
         "Of every kind, the source documents with the lowest hashes are held out, and with a "
         "document everything cut out of it. Nothing was trained on that shares a run of "
         f"{words} words with one of the demo's evaluation prompts "
-        f"({_count(train['dropped_excluded'])} documents dropped). "
-        f"{_count(train['dropped_overlapping'])} training documents were dropped because they "
+        f"({count(train['dropped_excluded'])} documents dropped). "
+        f"{count(train['dropped_overlapping'])} training documents were dropped because they "
         f"share runs of {words} words with a held-out one: a chat exchange for a single run, a "
         "text of many pages for more than a twentieth of its runs; what many documents share is "
-        f"a template and does not count. {_count(train['dropped_repeated'])} exchanges that asked "
+        f"a template and does not count. {count(train['dropped_repeated'])} exchanges that asked "
         "about the same passage again and again, and "
-        f"{_count(train['dropped_too_long'])} of more than {data['max_chat_tokens']} tokens, were "
+        f"{count(train['dropped_too_long'])} of more than {data['max_chat_tokens']} tokens, were "
         "left out as well."
     )
-    passes = _prose(
+    passes = prose(
         "share: of the rows of a batch. passes: how often the run went over the kind's tokens, "
         "by that share."
     )
     return "\n\n".join(
         [
             "## Data",
-            _table(columns, rows),
+            table(columns, rows),
             passes,
-            _table(("kind", "source", "licence"), sources),
+            table(("kind", "source", "licence"), sources),
             split,
         ]
     )
@@ -267,39 +220,39 @@ def _held_out(found: Numbers, measured: Numbers) -> str:
     rows = [
         (
             kind,
-            _count(row["tokens"]),
-            _fixed(row["loss"]),
-            _fixed(row["bits_per_byte"]),
-            _fixed(row["trigram"]),
-            _fixed(row["ratio"]),
-            _yes(row["ratio"] <= BELOW),
+            count(row["tokens"]),
+            fixed(row["loss"]),
+            fixed(row["bits_per_byte"]),
+            fixed(row["trigram"]),
+            fixed(row["ratio"]),
+            yes(row["ratio"] <= BELOW),
         )
         for kind, row in found.items()
     ]
     columns = ("kind", "tokens", "nats a token", "bits a byte", "trigram", "ratio")
     columns += (f"{100 * (1 - BELOW):.0f} % below",)
-    note = _prose(
+    note = prose(
         f"All held-out text, in rows of {measured['loss_seq_len']} tokens: the target sees no "
         "further back than its row. The trigram model (interpolated Kneser-Ney, "
         "`python -m train.trigram`) was fitted on the same training tokens and predicts the same "
         "held-out tokens."
     )
-    return f"## Held-out loss\n\n{_table(columns, rows)}\n\n{note}"
+    return f"## Held-out loss\n\n{table(columns, rows)}\n\n{note}"
 
 
 def _experts(arms: Numbers, numbers: Numbers) -> str:
     full = arms["full"]["loss"]
     rows = [
-        (name, _fixed(arm["loss"]), f"{arm['loss'] - full:+.3f}", _percent(arm["agreement"]))
+        (name, fixed(arm["loss"]), f"{arm['loss'] - full:+.3f}", percent(arm["agreement"]))
         for name, arm in arms.items()
     ]
     gain = arms["shared only"]["loss"] - full
     verdict = (
-        f"Do the routed experts matter? {_yes(gain >= MARGIN)}: the full model is {gain:.3f} nats "
+        f"Do the routed experts matter? {yes(gain >= MARGIN)}: the full model is {gain:.3f} nats "
         f"a token below its shared experts alone (asked for: at least {MARGIN})."
     )
     measured = numbers["measured"]
-    note = _prose(
+    note = prose(
         f"On {measured['rows']} held-out rows of {measured['seq_len']} tokens of each kind (all if "
         "there are fewer), evenly spread. agreement: share of tokens "
         "with the same most likely successor as the full model's. shared + top-r: gates as they "
@@ -307,35 +260,33 @@ def _experts(arms: Numbers, numbers: Numbers) -> str:
         "random token."
     )
     columns = ("model", "nats a token", "difference", "agreement")
-    return (
-        f"## What the routed experts do\n\n{_prose(verdict)}\n\n{_table(columns, rows)}\n\n{note}"
-    )
+    return f"## What the routed experts do\n\n{prose(verdict)}\n\n{table(columns, rows)}\n\n{note}"
 
 
 def _load(routing: Numbers) -> str:
     rows = [
         (
             row["layer"],
-            _fixed(row["max_over_mean"], 2),
-            _fixed(row["min_over_mean"], 3),
+            fixed(row["max_over_mean"], 2),
+            fixed(row["min_over_mean"], 3),
             row["dead"],
         )
         for row in routing["layers"]
     ]
-    note = _prose(
-        f"On the same rows ({_count(routing['tokens'])} tokens of "
-        f"{_count(routing['documents'])} documents, every kind alike). A dead expert is one that "
+    note = prose(
+        f"On the same rows ({count(routing['tokens'])} tokens of "
+        f"{count(routing['documents'])} documents, every kind alike). A dead expert is one that "
         "no token used."
     )
-    table = _table(("layer", "max / mean", "min / mean", "dead experts"), rows)
-    return f"## Expert load\n\n{table}\n\n{note}"
+    columns = ("layer", "max / mean", "min / mean", "dead experts")
+    return f"## Expert load\n\n{table(columns, rows)}\n\n{note}"
 
 
 def _overlap(routing: Numbers) -> str:
     def cells(row: Numbers) -> tuple[str, ...]:
         names = ("overlap", "overlap_independent", "overlap_shuffled")
-        shares = tuple(_percent(row[name]) for name in names)
-        lifts = (_fixed(row["lift_independent"], 2), _fixed(row["lift_shuffled"], 2))
+        shares = tuple(percent(row[name]) for name in names)
+        lifts = (fixed(row["lift_independent"], 2), fixed(row["lift_shuffled"], 2))
         return shares + lifts
 
     columns = ("o_1", "independent", "shuffled", "lift (independent)", "lift (shuffled)")
@@ -346,13 +297,13 @@ def _overlap(routing: Numbers) -> str:
     blocks = [
         (
             rows,
-            _fixed(mean[f"unique_{rows}"], 2),
-            _fixed(mean[f"unique_{rows}_independent"], 2),
-            _fixed(mean[f"unique_{rows}_shuffled"], 2),
+            fixed(mean[f"unique_{rows}"], 2),
+            fixed(mean[f"unique_{rows}_independent"], 2),
+            fixed(mean[f"unique_{rows}_shuffled"], 2),
         )
         for rows in routing["blocks"]
     ]
-    note = _prose(
+    note = prose(
         "o_1 is the share of a token's experts that the next token of the document uses too; "
         "U(T)/k the distinct experts of T adjacent tokens, in units of one token's. independent: "
         "tokens that draw their experts anew, with the measured shares (sum f^2 / k). shuffled: "
@@ -362,17 +313,17 @@ def _overlap(routing: Numbers) -> str:
     return "\n\n".join(
         [
             "## Overlap of adjacent tokens",
-            _table(("layer", *columns), by_layer),
+            table(("layer", *columns), by_layer),
             "Mean over layers:",
-            _table(("T", "U(T)/k", "independent", "shuffled"), blocks),
-            _table(("kind", "documents", *columns), by_kind),
+            table(("T", "U(T)/k", "independent", "shuffled"), blocks),
+            table(("kind", "documents", *columns), by_kind),
             note,
         ]
     )
 
 
 def _samples(samples: Sequence[Numbers], measured: Numbers) -> str:
-    intro = _prose(
+    intro = prose(
         "Unedited: the first of the demo's prompts of each category, in the chat template, up to "
         f"{measured['sample_tokens']} tokens, greedy and at temperature "
         f"{measured['temperature']} (seed {measured['seed']}). Prompts are shown up to "
@@ -383,11 +334,11 @@ def _samples(samples: Sequence[Numbers], measured: Numbers) -> str:
         prompt = sample["prompt"]
         prompt = prompt if len(prompt) <= PROMPT_CHARS else prompt[:PROMPT_CHARS] + " [...]"
         heading = f"**{sample['category']}**, `{sample['id']}`"
-        parts += [f"{heading} ({sample['source']}, {sample['license']})", _fenced(prompt)]
+        parts += [f"{heading} ({sample['source']}, {sample['license']})", fenced(prompt)]
         for name, rule in (("greedy", "Greedy"), ("seeded", f"T={measured['temperature']}")):
             parts += [
                 f"{rule} (ended by: {sample[name]['finish_reason']})",
-                _fenced(sample[name]["text"]),
+                fenced(sample[name]["text"]),
             ]
     return "\n\n".join(parts)
 
@@ -398,10 +349,10 @@ def _limits(numbers: Numbers) -> str:
         "Not for use as an assistant, nor for anything that relies on what it says. It has learned "
         "the form of answers, code and prose, not facts, arithmetic or instructions: expect "
         "fluent nonsense.",
-        f"{_millions(_all_tokens(run))} tokens and {_millions(model['parameters'])} parameters "
+        f"{millions(_all_tokens(run))} tokens and {millions(model['parameters'])} parameters "
         "are little; English and Python only.",
         "It repeats itself: of the 4-grams in the samples above, "
-        f"{_percent(distinct['greedy'])} are distinct (greedy), {_percent(distinct['seeded'])} "
+        f"{percent(distinct['greedy'])} are distinct (greedy), {percent(distinct['seeded'])} "
         f"(T={numbers['measured']['temperature']}). Repetition flatters a drafter; figures of "
         "acceptance taken on this target say little about a large one.",
         "Nothing was done against bias or harmful text; speeches and a novel of past centuries "

@@ -18,26 +18,33 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
 from dejax.ckpt import expert_codec
+from dejax.ckpt.store_layout import (
+    AGAIN,
+    JOURNAL,
+    MANIFEST,
+    TEMPORARY,
+    Plan,
+    absolute,
+    file_of,
+    key_of,
+    open_kvstore,
+    parse_plan,
+    read_manifest,
+    size_of,
+    sync_folder,
+    write_atomically,
+)
 from dejax.config import ModelConfig
 from dejax.errors import FailedError, UsageError
 from dejax.shapes import Pair
 
-SCHEMA = "dejax-expert-store"
-VERSION = 1
-CHECKSUM = "crc32"
-
-_MANIFEST = "manifest.json"
-_JOURNAL = "journal.jsonl"
-_TEMPORARY = ".tmp"
-_AGAIN = "remove the folder and convert the model again"
 _MEND = "run the same `dejax convert` again, which mends it"
 
 
@@ -50,50 +57,6 @@ class ExpertReadError(FailedError):
         self.expert = expert
         self.file = file
         self.reason = reason
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What a store holds, known before the first record is written."""
-
-    layers: tuple[int, ...]
-    num_experts: int
-    shape: tuple[int, ...]
-    dtype: str
-    identity: str
-
-    def __post_init__(self) -> None:
-        layers = list(self.layers)
-        if layers != sorted(set(layers)) or min(layers, default=0) < 0:
-            raise UsageError(f"expert store: layers {layers}, expected ascending indices >= 0")
-        if self.num_experts < 1:
-            raise UsageError(f"expert store: {self.num_experts} experts a layer, expected >= 1")
-        if len(self.shape) != 3 or self.shape[0] != 3 or min(self.shape) < 1:
-            raise UsageError(f"expert store: shape {list(self.shape)}, expected [3, F, D]")
-        if self.dtype not in expert_codec.ENCODINGS:
-            known = " or ".join(expert_codec.ENCODINGS)
-            raise UsageError(f"expert store: dtype {self.dtype!r}, expected {known}")
-
-    @property
-    def record_bytes(self) -> int:
-        return expert_codec.record_bytes(self.dtype, self.shape)
-
-    @property
-    def numbers(self) -> np.dtype:
-        """What the numbers of a record are before they are encoded, and once decoded."""
-        return expert_codec.PLAIN.get(self.dtype, np.dtype(np.float32))
-
-    def pairs(self) -> Iterator[Pair]:
-        return ((layer, expert) for layer in self.layers for expert in range(self.num_experts))
-
-    def to_json(self) -> dict[str, Any]:
-        head = {"schema": SCHEMA, "version": VERSION, "checksum": CHECKSUM}
-        return head | dataclasses.asdict(self) | {"plan_checksum": self.checksum()}
-
-    def checksum(self) -> int:
-        """Of how records are to be read: their own checksums tell nothing of that."""
-        told = [list(self.layers), self.num_experts, list(self.shape), self.dtype]
-        return zlib.crc32(json.dumps(told).encode())
 
 
 class ExpertStoreWriter:
@@ -126,14 +89,14 @@ class ExpertStoreWriter:
         if not layers:
             raise UsageError("expert store: no layers; a dense target has no experts to store")
         sizes = tuple(map(int, layers)), int(num_experts), tuple(map(int, shape))
-        self._plan = _Plan(*sizes, dtype, identity)
-        self._root = None if path is None else _absolute(path)
+        self._plan = Plan(*sizes, dtype, identity)
+        self._root = None if path is None else absolute(path)
         self._checksums: dict[Pair, int] = {}
         self._journal = None
         self.mended = 0
         if self._root is not None:
             self._resume(self._root)
-        self._kvstore = _open_kvstore(self._root)
+        self._kvstore = open_kvstore(self._root)
         self._pairs = frozenset(self._plan.pairs())
 
     @property
@@ -160,12 +123,12 @@ class ExpertStoreWriter:
         checksum = zlib.crc32(data)
         if pair in self._checksums:
             if self._checksums[pair] != checksum:
-                file = _file(self._root, pair)
+                file = file_of(self._root, pair)
                 raise UsageError(f"{file} has other content already; remove the store first")
             if self._is_intact(pair, data):
                 return
             self.mended += 1
-        self._kvstore.write(_key(pair), data).result()
+        self._kvstore.write(key_of(pair), data).result()
         if self._journal is not None:
             self._journal.write(json.dumps([*pair, checksum]).encode() + b"\n")
             self._journal.flush()
@@ -186,15 +149,15 @@ class ExpertStoreWriter:
         if self._root is None:
             return ExpertStore(None, self._kvstore, self._plan, self._checksums)
         for layer in self._plan.layers:
-            _sync_folder(self._root / f"layer_{layer:05d}")
-        if not (self._root / _MANIFEST).exists():
+            sync_folder(self._root / f"layer_{layer:05d}")
+        if not (self._root / MANIFEST).exists():
             records = {
                 str(layer): [self._checksums[layer, e] for e in range(self._plan.num_experts)]
                 for layer in self._plan.layers
             }
             text = json.dumps(self._plan.to_json() | {"records": records})
-            _write_atomically(self._root / _MANIFEST, text.encode())
-        (self._root / _JOURNAL).unlink(missing_ok=True)
+            write_atomically(self._root / MANIFEST, text.encode())
+        (self._root / JOURNAL).unlink(missing_ok=True)
         return ExpertStore.open(self._root)
 
     def close(self) -> None:
@@ -212,7 +175,7 @@ class ExpertStoreWriter:
     def _is_intact(self, pair: Pair, data: bytes) -> bool:
         """Whether a record's file holds these bytes."""
         try:
-            return self._kvstore.read(_key(pair)).result().value == data
+            return self._kvstore.read(key_of(pair)).result().value == data
         except (ValueError, OSError):  # how tensorstore reports what the disk says
             return False
 
@@ -220,23 +183,23 @@ class ExpertStoreWriter:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file; give a folder for the expert store")
         root.mkdir(parents=True, exist_ok=True)
-        manifest, journal = root / _MANIFEST, root / _JOURNAL
+        manifest, journal = root / MANIFEST, root / JOURNAL
         if manifest.exists():
-            plan, self._checksums = _read_manifest(manifest)
+            plan, self._checksums = read_manifest(manifest)
             self._check_same_plan(plan, manifest)
             return
         if not journal.exists():
-            strangers = {entry.name for entry in root.iterdir()} - {_JOURNAL + _TEMPORARY}
+            strangers = {entry.name for entry in root.iterdir()} - {JOURNAL + TEMPORARY}
             if strangers:
                 raise UsageError(f"{root} holds {min(strangers)} but no store; give a new folder")
-            _write_atomically(journal, json.dumps(self._plan.to_json()).encode() + b"\n")
+            write_atomically(journal, json.dumps(self._plan.to_json()).encode() + b"\n")
         self._read_journal(root, journal)
         self._journal = journal.open("ab")
 
     def _read_journal(self, root: pathlib.Path, journal: pathlib.Path) -> None:
         """Takes over the records of an earlier writer; cuts off what it did not finish saying."""
         lines = journal.read_bytes().split(b"\n")
-        self._check_same_plan(_parse(lines[0], journal)[0], journal)
+        self._check_same_plan(parse_plan(lines[0], journal)[0], journal)
         kept = len(lines[0]) + 1
         for line in lines[1:-1]:  # what follows the last newline is a line cut short
             try:
@@ -245,12 +208,12 @@ class ExpertStoreWriter:
                 break
             kept += len(line) + 1
             # A record that somebody removed since is simply written again.
-            if _size(_file(root, (layer, expert))) == self._plan.record_bytes:
+            if size_of(file_of(root, (layer, expert))) == self._plan.record_bytes:
                 self._checksums[layer, expert] = checksum
         os.truncate(journal, kept)
 
-    def _check_same_plan(self, found: _Plan, file: pathlib.Path) -> None:
-        for field in dataclasses.fields(_Plan):
+    def _check_same_plan(self, found: Plan, file: pathlib.Path) -> None:
+        for field in dataclasses.fields(Plan):
             old, new = getattr(found, field.name), getattr(self._plan, field.name)
             if old != new:
                 raise UsageError(
@@ -275,7 +238,7 @@ class ExpertStore:
     """
 
     def __init__(
-        self, path: pathlib.Path | None, kvstore: ts.KvStore, plan: _Plan, sums: dict[Pair, int]
+        self, path: pathlib.Path | None, kvstore: ts.KvStore, plan: Plan, sums: dict[Pair, int]
     ) -> None:
         """Use `ExpertStore.open`, or `ExpertStoreWriter.finish`."""
         self.path = path
@@ -306,14 +269,14 @@ class ExpertStore:
             if stored != expected:
                 raise UsageError(
                     f"{self.path}: the store has {name} {stored}, the configuration {expected}; "
-                    f"{_AGAIN}"
+                    f"{AGAIN}"
                 )
 
     @classmethod
     def empty(cls, identity: str) -> "ExpertStore":
         """The store of a dense target: in memory, without a layer."""
-        plan = _Plan(layers=(), num_experts=1, shape=(3, 1, 1), dtype="float32", identity=identity)
-        return cls(None, _open_kvstore(None), plan, {})
+        plan = Plan(layers=(), num_experts=1, shape=(3, 1, 1), dtype="float32", identity=identity)
+        return cls(None, open_kvstore(None), plan, {})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "ExpertStore":
@@ -323,21 +286,21 @@ class ExpertStore:
             UsageError: no such folder, not a store (or an unfinished one), an unknown schema or
                 version, a damaged manifest, or a record missing or of the wrong size.
         """
-        root = _absolute(path)
+        root = absolute(path)
         if not root.is_dir():
             raise UsageError(f"{root} is not a folder; give the folder of an expert store")
-        manifest = root / _MANIFEST
+        manifest = root / MANIFEST
         if not manifest.is_file():
-            begun = (root / _JOURNAL).exists()
+            begun = (root / JOURNAL).exists()
             state = "unfinished: run the same conversion again" if begun else "not an expert store"
-            raise UsageError(f"{root} has no {_MANIFEST}; it is {state}")
-        plan, checksums = _read_manifest(manifest)
+            raise UsageError(f"{root} has no {MANIFEST}; it is {state}")
+        plan, checksums = read_manifest(manifest)
         for pair in plan.pairs():
-            file = _file(root, pair)
-            if (size := _size(file)) != plan.record_bytes:
+            file = file_of(root, pair)
+            if (size := size_of(file)) != plan.record_bytes:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise UsageError(f"{file} {found}, expected {plan.record_bytes} bytes; {_MEND}")
-        return cls(root, _open_kvstore(root), plan, checksums)
+        return cls(root, open_kvstore(root), plan, checksums)
 
     def read(self, layer: int, expert: int) -> Shaped[np.ndarray, "..."]:
         """Returns one record, read-only, after checking its size and checksum.
@@ -353,7 +316,7 @@ class ExpertStore:
             raise UsageError(f"no (layer, expert) {pair} in {self.path or 'the store in memory'}")
         file = self.locate(*pair)
         try:
-            data = self._kvstore.read(_key(pair)).result().value  # empty if the record is gone
+            data = self._kvstore.read(key_of(pair)).result().value  # empty if the record is gone
         except (ValueError, OSError) as error:  # how tensorstore reports what the disk says
             raise ExpertReadError(layer, expert, file, str(error)) from error
         if len(data) != self.bytes_per_expert:
@@ -372,7 +335,7 @@ class ExpertStore:
 
     def locate(self, layer: int, expert: int) -> str:
         """Where a record is, for messages: its file, or its key in memory."""
-        return str(_file(self.path, (layer, expert)))
+        return str(file_of(self.path, (layer, expert)))
 
     def verify_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Reads every record once; calls `progress(records checked, records)` after each.
@@ -384,80 +347,3 @@ class ExpertStore:
             self.read(layer, expert)
             if progress is not None:
                 progress(count, len(self.pairs))
-
-
-def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Without `..`, which tensorstore refuses and `pathlib` keeps."""
-    return pathlib.Path(os.path.abspath(path))
-
-
-def _open_kvstore(root: pathlib.Path | None) -> ts.KvStore:
-    if root is None:
-        # A context of its own: two memory stores must not see each other's records.
-        return ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-    return ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
-
-
-def _key(pair: Pair) -> str:
-    return f"layer_{pair[0]:05d}/expert_{pair[1]:05d}"
-
-
-def _file(root: pathlib.Path | None, pair: Pair) -> pathlib.Path:
-    return pathlib.Path("memory:" if root is None else root) / _key(pair)
-
-
-def _size(file: pathlib.Path) -> int | None:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return None
-
-
-def _parse(text: bytes, file: pathlib.Path) -> tuple[_Plan, dict[str, Any]]:
-    """Reads a manifest, or the first line of a journal: the plan, and all fields."""
-    try:
-        fields = json.loads(text)
-        form = (fields["schema"], fields["version"], fields["checksum"])
-        if form != (SCHEMA, VERSION, CHECKSUM):
-            raise ValueError(f"{form}, this dejax reads {(SCHEMA, VERSION, CHECKSUM)}")
-        plan = _Plan(
-            layers=tuple(map(int, fields["layers"])),
-            num_experts=int(fields["num_experts"]),
-            shape=tuple(map(int, fields["shape"])),
-            dtype=str(fields["dtype"]),
-            identity=str(fields["identity"]),
-        )
-        if int(fields["plan_checksum"]) != plan.checksum():
-            raise ValueError("layers, num_experts, shape or dtype are not as they were written")
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else error
-        raise UsageError(f"{file} is damaged or not an expert store's: {why}; {_AGAIN}") from error
-    return plan, fields
-
-
-def _read_manifest(manifest: pathlib.Path) -> tuple[_Plan, dict[Pair, int]]:
-    """The plan of a whole store, and the checksum of every record."""
-    plan, fields = _parse(manifest.read_bytes(), manifest)
-    try:
-        return plan, {p: int(fields["records"][str(p[0])][p[1]]) for p in plan.pairs()}
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{manifest}: not every record has a checksum; {_AGAIN}") from error
-
-
-def _write_atomically(file: pathlib.Path, data: bytes) -> None:
-    """Leaves `file` as it was or whole, even if the machine stops in between."""
-    temporary = file.with_name(file.name + _TEMPORARY)
-    with temporary.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

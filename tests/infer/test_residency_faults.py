@@ -205,7 +205,7 @@ def test_stress(retries):
         settle(residency)
         residency.end_round()
         assert residency.device_bytes <= 6 * SIZE
-        assert residency._speculative_bytes == 0
+        assert residency._cache.speculative_bytes == 0
     assert not wrong
     assert bool(failed) == (retries == 0)
 
