@@ -32,7 +32,7 @@ class DeviceCache:
         held_by_pass: by layer, what the target pass acquired.
     """
 
-    def __init__(self, policy: Policy, *, bound: float, expert_bytes: int) -> None:
+    def __init__(self, policy: Policy, *, bound: int | float, expert_bytes: int) -> None:
         """`bound` is in bytes, infinite for a cache that keeps everything."""
         self.slots: dict[Pair, Slot] = {}
         self.bytes = self.peak_bytes = self.speculative_bytes = 0

@@ -105,21 +105,25 @@ def distill(
     options = loss_options(config, teacher.config)
     options |= dict(definition=teacher.definition, dtype=teacher.dtype)
     step = make_step(optimizer, accumulate=config.accumulate, ema=config.ema, **options)
-    with jax.set_mesh(mesh):
-        state, log = run(
-            _initial_state(params, optimizer, config, mesh),
-            step_fn=lambda state, placed: step(teacher.params, state, *placed),
-            batch_at=partial(_step_rows, batch_at, config, own_rows(mesh, config.batch_size)),
-            place=lambda rows: (place_rows(rows[0], mesh, config.batch_size), rows[1]),
-            config=config.loop,
-            label="distill",
-            workdir=workdir,
-            resume=resume,
-            measures=[*_norms(teacher, batch_at, config, options), *measures],
-            run_info=run_info,
-            tokens_per_step=lambda _: config.batch_size * config.seq_len,
-            rates=partial(_rates, step_flops(teacher.config, draft, config.seq_len).total),
-        )
+
+    def step_on_mesh(state: DistillState, placed: Any) -> Any:
+        with jax.set_mesh(mesh):  # no longer than this: what is measured may run without one
+            return step(teacher.params, state, *placed)
+
+    state, log = run(
+        _initial_state(params, optimizer, config, mesh),
+        step_fn=step_on_mesh,
+        batch_at=partial(_step_rows, batch_at, config, own_rows(mesh, config.batch_size)),
+        place=lambda rows: (place_rows(rows[0], mesh, config.batch_size), rows[1]),
+        config=config.loop,
+        label="distill",
+        workdir=workdir,
+        resume=resume,
+        measures=[*_norms(teacher, batch_at, config, options), *measures],
+        run_info=run_info,
+        tokens_per_step=lambda _: config.batch_size * config.seq_len,
+        rates=partial(_rates, step_flops(teacher.config, draft, config.seq_len).total),
+    )
     trained = draft_of_params(
         jax.tree.map(jnp.asarray, on_host(_best(state))),
         layers=teacher.config.moe_layers,
@@ -170,7 +174,8 @@ def _norms(
     def measure(state: DistillState) -> Metrics:
         batch, _ = _step_rows(batch_at, config, rows, 0)
         placed = place_rows(batch, teacher.mesh, config.batch_size)
-        found = jax.device_get(norms(teacher.params, state.draft, placed))
+        with jax.set_mesh(teacher.mesh):
+            found = jax.device_get(norms(teacher.params, state.draft, placed))
         return {name: float(value) for name, value in found.items()}
 
     return [Measure(config.loop.norms_every, measure)]
