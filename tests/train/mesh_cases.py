@@ -161,7 +161,7 @@ def bytes_beside(length: int, vocabulary: int) -> int:
 
 
 def simulated(config: MeshConfig) -> list[list[list[int]]]:
-    """(committed, accepted) of every simulated round of three prompts, with random draft experts."""
+    """(committed, accepted) of every simulated round of three prompts."""
     mesh = make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert])
     target = target_of("shared")
     teacher, draft = as_teacher(target, mesh), draft_of(target).stacked_params()
