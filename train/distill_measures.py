@@ -22,8 +22,8 @@ from train.loop import Measure, Metrics
 from train.simulate import GreedyText, simulate, simulated_metrics, write_greedily
 from train.teacher import Teacher
 
-NEW_TOKENS = 64
-"""Tokens of an answer, where held-out prompts are decoded or their decoding is simulated."""
+MOST_PROMPTS, NEW_TOKENS = 16, 64
+"""Held-out prompts, and tokens of an answer, where decoding is measured or simulated."""
 
 
 def best_draft(state: DistillState) -> Params:
@@ -61,10 +61,15 @@ def measures_of(teacher: Teacher, data: Data, config: DistillConfig) -> list[Mea
     return found
 
 
+def short_prompts(target: Target | Teacher) -> list[list[int]]:
+    """The shorter ones of the prompts that come with dejax, as token ids."""
+    prompts = [ids for _, ids in encode_prompts(target, read_prompts(DEMO_PROMPTS), chat=True)]
+    return sorted(prompts, key=len)[:MOST_PROMPTS]
+
+
 def demo_text(teacher: Teacher, new_tokens: int = NEW_TOKENS) -> GreedyText:
-    """What the target itself answers to the prompts that come with dejax."""
-    prompts = encode_prompts(teacher, read_prompts(DEMO_PROMPTS), chat=True)
-    return write_greedily(teacher, [ids for _, ids in prompts], max_new_tokens=new_tokens)
+    """What the target itself answers to `short_prompts`."""
+    return write_greedily(teacher, short_prompts(teacher), max_new_tokens=new_tokens)
 
 
 def _simulated(config: DistillConfig, teacher: Teacher) -> Callable[[DistillState], Metrics]:
@@ -103,11 +108,11 @@ def _decoded(config: DistillConfig, teacher: Teacher) -> Callable[[DistillState]
 def decoded_stats(
     target: Target, draft: Draft | None, *, draft_length: int, new_tokens: int = NEW_TOKENS
 ) -> dict[str, Any]:
-    """Statistics of decoding the prompts that come with dejax, with drafts of fixed length."""
+    """Statistics of decoding `short_prompts`, with drafts of fixed length."""
     return in_loop(
         target,
         draft,
-        read_prompts(DEMO_PROMPTS),
+        short_prompts(target),
         max_new_tokens=new_tokens,
         device_cache=None,
         control=ControlConfig(draft_length=draft_length, truncate=False),
