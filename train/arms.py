@@ -47,7 +47,7 @@ ARMS = {
 """Arm -> its config; each of the first three adds to the one before it."""
 
 FORCED = ("kl", "agreement", "router_agreement", "prefetch_recall")
-DRAFT_LENGTH, NEW_TOKENS = 4, 48
+SEEDS, DRAFT_LENGTH, NEW_TOKENS = 3, 4, 48
 ON_POLICY_PROMPTS, ON_POLICY_TOKENS = 240, 96
 
 
@@ -57,7 +57,7 @@ class Arguments:
 
     target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
-    seeds: PositiveInt = 3
+    seeds: PositiveInt = SEEDS
     """Runs of each arm, with another order of the text each."""
     steps: PositiveInt | None = None
     """Steps of each run; the configs' own unless given."""
@@ -225,19 +225,23 @@ def print_arms_table(found: Sequence[dict[str, Any]], steps: int) -> None:
     print_table("arms of the losses", columns, table, note)
 
 
+def train_ablation(target: Target, name: str, **options: Any) -> dict[str, Any]:
+    """Rows of all runs (`run_arms`, whose options these are), steps of each, means and spreads."""
+    rows = run_arms(target, name, **options)
+    steps = options["steps"] or load_config("arm_router").loop.steps
+    return {"steps": steps, "rows": rows, "arms": summary(rows)}
+
+
 def main(argv: list[str]) -> int:
     """Runs `python -m train.arms`."""
     about = "Distill every arm of the ablation of the losses, and measure it."
     args = parse(Arguments, argv, prog="python -m train.arms", description=about)
     make_folder(args.out)
-    config = load_config("arm_router")
-    use_cpu_devices(config.cpu_devices)
+    use_cpu_devices(load_config("arm_router").cpu_devices)
     target = load_target(args.target)
-    rows = run_arms(target, str(args.target), seeds=args.seeds, steps=args.steps, out=args.out)
-    found = summary(rows)
-    steps = args.steps or config.loop.steps
-    result = {"steps": steps, "rows": rows, "arms": found}
-    report(args.json, result, lambda: print_arms_table(found, steps))
+    options = dict(seeds=args.seeds, steps=args.steps, out=args.out)
+    result = train_ablation(target, str(args.target), **options)
+    report(args.json, result, lambda: print_arms_table(result["arms"], result["steps"]))
     return 0
 
 

@@ -26,7 +26,7 @@ import dejax
 from dejax.config import DraftConfig, ModelConfig
 from dejax.errors import FailedError, UsageError
 from dejax.model import head_of
-from dejax.sharding import make_mesh, target_shardings
+from dejax.sharding import draft_shardings, make_mesh, row_sharding, target_shardings
 from dejax.target import load_config, model_folder
 from infer.arguments import Model, OutputFile, PositiveInt, parse
 from infer.console import print_table, progress, say
@@ -189,12 +189,13 @@ def step_cost(model: ModelConfig, config: DistillConfig, *, repeats: int) -> dic
     definition, params = random_target(model, config.dtype, mesh)
     optimizer = make_optimizer(config.optimizer, config.loop.steps)
     shape = (len(model.moe_layers), 3, draft.width, model.width)
-    weights = {"weights": jnp.full(shape, 1e-3), "gamma": jnp.ones(shape[0])}
-    state = DistillState(draft=weights, opt_state=optimizer.init(weights))
+    weights = {"weights": jnp.full(shape, 1e-3, jnp.float32), "gamma": jnp.ones(shape[0])}
+    state: Any = DistillState(draft=weights, opt_state=optimizer.init(weights))
+    state = jax.device_put(state, draft_shardings(state, mesh, split=False))
     options: dict[str, Any] = dict(r=draft.top_r, dtype=jnp.dtype(config.compute))
     step = make_step(optimizer, definition=definition, remat=config.remat, **options)
     with jax.set_mesh(mesh):
-        batch = random_rows(model, config)
+        batch = jax.device_put(random_rows(model, config), row_sharding(mesh))
         seconds = measure(_parts(definition, params, state, batch, step, options), repeats)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     flops, tokens = step_flops(model, draft, config.seq_len), config.batch_size * config.seq_len
@@ -230,6 +231,7 @@ def main(argv: list[str]) -> int:
         remat=args.remat,
     )
     say("compiling at each depth")
+    jax.config.update("jax_enable_compilation_cache", False)  # or it would measure reading a file
     mesh = make_mesh(config.mesh)
     compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in DEPTHS]
     say(f"{model.num_layers} layers with random weights")
