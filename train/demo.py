@@ -40,7 +40,7 @@ class Arguments:
     target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
     full: bool = False
-    """Decode 20 prompts rather than 6, sample in every run too, and train every arm of the losses."""
+    """Decode 20 prompts rather than 6, sample in every run too, train every arm of the losses."""
     out: OutputFolder = Path("dejax-demo")
     """Folder for draft experts, plots and results."""
     json: OutputFile | None = None

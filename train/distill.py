@@ -25,13 +25,13 @@ from dejax.target import Target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
 from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table
-from infer.output import check_output_folder, make_folder, report
+from infer.output import check_output_folder, check_room, make_folder, report
 from train.closed_form import fit_draft
 from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
 from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
 from train.distill_measures import best_draft, held_out, measures_of
-from train.distill_plan import check_memory, plan_distillation, show_plan
+from train.distill_plan import check_memory, plan_distillation, show_plan, written_bytes
 from train.distill_step import DistillState, make_step, make_term_norms
 from train.documents import BatchAt, Data, check_data, open_data
 from train.flops import peak_flops, step_flops
@@ -247,6 +247,7 @@ def main(argv: list[str]) -> int:
         return 0
     out = args.out or Path("runs") / Path(args.config).stem
     check_output_folder(out)
+    check_room(out, written_bytes(model, config))
     result = _train(config, mesh, out, resume=args.resume == "auto")
     if jax.process_index() == 0:
         report(args.json, result, lambda: _show(result))

@@ -121,7 +121,9 @@ def killed(world):
     second.kill()
     began = time.monotonic()
     status = first.wait(LONGEST)
-    seconds, said = time.monotonic() - began, world.errors("two", 0).read_text()
+    seconds = time.monotonic() - began
+    time.sleep(1)  # for the last word, which another process has
+    said = world.errors("two", 0).read_text()
     return status, seconds, said, world.last_step("two")
 
 
@@ -150,7 +152,8 @@ def finished(world, stopped):
 def test_when_one_is_killed_the_other_ends_by_itself(killed):
     status, seconds, said, _ = killed
     assert status != 0
-    assert "another task died" in said, said
+    assert "another task died" in said, said  # JAX's own words
+    assert "dejax: error: process 0 of 2 was ended, by a signal or because another process" in said
     assert seconds < LONGEST / 2  # rather than wait for ever
 
 
@@ -161,6 +164,7 @@ def test_a_signal_to_one_saves_the_same_step_in_all(stopped):
     line = f"dejax: error: distill: told to stop, after step {last} of {STEPS}; its checkpoint is "
     for text in said:
         assert line + "saved: the same command goes on from there" in text.splitlines()[-1]
+        assert "was ended" not in text
     assert seen <= last < STEPS and saved[-1] == last
 
 
