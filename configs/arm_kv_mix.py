@@ -1,7 +1,7 @@
 """Arm of the ablation (DraftExpert's Table 5) on `tiny`: all losses, on decoding's own cache.
 
 Command:   python -m train.arms (all arms, several seeds); alone: dejax distill arm_kv_mix
-Hardware:  2 CPU cores, about 4 minutes.
+Hardware:  2 CPU cores, about 2 minutes.
 Expected:  the table in docs/distillation.md.
 """
 
@@ -21,7 +21,7 @@ def get_config() -> DistillConfig:
         kv="mixed",
         kv_block=4,
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=10, decay_steps=80),
-        loop=LoopConfig(steps=200, log_every=10),
+        loop=LoopConfig(steps=100, log_every=10),
         seq_len=256,
         batch_size=8,
         cpu_devices=2,

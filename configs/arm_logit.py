@@ -1,7 +1,7 @@
 """Arm of the ablation (DraftExpert's Table 5) on `tiny`: residual, logit and token losses.
 
 Command:   python -m train.arms (all arms, several seeds); alone: dejax distill arm_logit
-Hardware:  2 CPU cores, about 4 minutes.
+Hardware:  2 CPU cores, about 2 minutes.
 Expected:  the table in docs/distillation.md.
 """
 
@@ -19,7 +19,7 @@ def get_config() -> DistillConfig:
         draft=DraftConfig(width=32),
         losses=LossWeights(router=0.0),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=10, decay_steps=80),
-        loop=LoopConfig(steps=200, log_every=10),
+        loop=LoopConfig(steps=100, log_every=10),
         seq_len=256,
         batch_size=8,
         cpu_devices=2,

@@ -26,7 +26,7 @@ from dejax.errors import FailedError, UsageError
 from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
 from infer.arguments import Model, OutputFile, OutputFolder, Positional, parse
 from infer.console import print_table, progress, say
-from infer.output import check_output_folder, report
+from infer.output import check_output_folder, check_room, report
 from infer.units import format_bytes
 
 COPIED = (
@@ -152,13 +152,7 @@ def _check_room(out: Path, plan: CheckpointPlan, dtype: str) -> None:
     record = expert_codec.record_bytes(dtype, config.expert_shape)
     needed = experts * (record + _FILE_SLACK)
     needed += sum(entry.nbytes + _FILE_SLACK for entry in plan.resident.values()) - there
-    disk = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(disk).free
-    if needed > free:
-        raise FailedError(
-            f"{out}: {format_bytes(needed)} are to be written, but only {format_bytes(free)} are "
-            "free; make room, or choose a folder on another disk"
-        )
+    check_room(out, needed)
 
 
 def _write_experts(writer: ExpertStoreWriter, plan: CheckpointPlan, dtype: str) -> None:

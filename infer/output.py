@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from dejax.errors import FailedError, UsageError
 from dejax.paths import check_creatable, kind_of, reason, shown
+from infer.units import format_bytes
 
 
 def to_plain(value: Any) -> Any:
@@ -79,6 +81,21 @@ def check_output(path: Path | str | None) -> None:
         check_creatable(path)
     elif not os.access(path, os.W_OK):
         raise UsageError(f"{shown(path)} cannot be written: no permission")
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuses to begin to write so many bytes, under a folder that may not be there yet.
+
+    Raises:
+      FailedError: the disk has less room.
+    """
+    there = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise FailedError(
+            f"{folder}: {format_bytes(needed)} are to be written, but only {format_bytes(free)} "
+            "are free; make room, or choose a folder on another disk"
+        )
 
 
 def check_output_folder(path: Path | str) -> None:

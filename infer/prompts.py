@@ -4,15 +4,30 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import dejax
+from dejax.config import ModelConfig
 from dejax.errors import FailedError, UsageError
 from dejax.paths import read_file
-from dejax.target import Target
 
 DEMO_PROMPTS = Path(dejax.__file__).parent / "assets" / "demo" / "prompts.jsonl"
 """The prompts that come with dejax; no text that it trains on has them."""
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """What prompts are encoded for: a target, however it is laid out."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
 
 OnBad = Callable[[Any, UsageError | FailedError], None]
 """Told the id of a prompt that is left out, and why."""
@@ -99,7 +114,7 @@ def is_text(text: str) -> bool:
     return True
 
 
-def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int]:
+def encode_prompt(target: Speaker, prompt: str, *, chat: bool = True) -> list[int]:
     """Token ids of a prompt; with `chat`, as the user's turn of the tokenizer's chat template.
 
     Raises:
@@ -120,7 +135,7 @@ def encode_prompt(target: Target, prompt: str, *, chat: bool = True) -> list[int
 
 
 def encode_prompts(
-    target: Target, prompts: Sequence[Any], *, chat: bool, on_bad: OnBad | None = None
+    target: Speaker, prompts: Sequence[Any], *, chat: bool, on_bad: OnBad | None = None
 ) -> list[tuple[dict[str, Any], list[int]]]:
     """(record, token ids) of prompts given as text, as token ids, or as records with `prompt`.
 
@@ -147,7 +162,7 @@ def encode_prompts(
 
 
 def _encode(
-    target: Target, index: int, prompt: Any, chat: bool
+    target: Speaker, index: int, prompt: Any, chat: bool
 ) -> tuple[dict[str, Any], list[int]]:
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
@@ -164,7 +179,7 @@ def _encode(
     return record, encode_prompt(target, text, chat=chat)
 
 
-def _check_tokens(target: Target, name: Any, ids: list[int]) -> None:
+def _check_tokens(target: Speaker, name: Any, ids: list[int]) -> None:
     config = target.config
     if not ids:
         raise UsageError(f"prompt {name} has no tokens; expected at least one")

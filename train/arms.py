@@ -4,7 +4,8 @@
 
 Every arm is one config (`configs/arm_*.py`), distilled once a seed and measured on the same
 held-out text and prompts: teacher-forced against the target, and in the decode loop with drafts of
-fixed length. A finished run is kept under --out, and not made again.
+fixed length. All start from the same closed-form fit. A finished run is kept under --out, and not
+made again.
 """
 
 import json
@@ -17,23 +18,23 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import load_draft, save_draft
-from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
+from dejax.model import Params
 from dejax.sharding import make_mesh
-from dejax.spec.control import ControlConfig
 from dejax.target import Target, load_target
 from infer.arguments import Model, OutputFile, OutputFolder, PositiveInt, parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.output import make_folder, report, write_json
-from infer.prompts import DEMO_PROMPTS, read_prompts
-from infer.report import stats
 from train.config_files import load_config
 from train.devices import use_cpu_devices
-from train.distill import DistillConfig, distill, open_rows
+from train.distill import DistillConfig, distill, initial_draft, open_rows
+from train.distill_measures import decoded_stats, demo_text
 from train.document_files import open_source
 from train.documents import Data
 from train.evaluate import teacher_forced
+from train.packed_rows import split_documents
+from train.simulate import GreedyText, simulate, simulated_metrics
 from train.teacher import Teacher, as_teacher
 
 ARMS = {
@@ -46,7 +47,7 @@ ARMS = {
 """Arm -> its config; each of the first three adds to the one before it."""
 
 FORCED = ("kl", "agreement", "router_agreement", "prefetch_recall")
-DRAFT_LENGTH = 4
+SEEDS, DRAFT_LENGTH, NEW_TOKENS = 3, 4, 48
 ON_POLICY_PROMPTS, ON_POLICY_TOKENS = 240, 96
 
 
@@ -56,7 +57,7 @@ class Arguments:
 
     target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
-    seeds: PositiveInt = 3
+    seeds: PositiveInt = SEEDS
     """Runs of each arm, with another order of the text each."""
     steps: PositiveInt | None = None
     """Steps of each run; the configs' own unless given."""
@@ -67,12 +68,13 @@ class Arguments:
 
 
 def on_policy_text(target: Target, out: Path) -> Path:
-    """A file of the target's own answers to the demo text's questions, sampled at T = 1."""
+    """A file of the target's own answers, sampled at T = 1, to questions that it may train on."""
     file = out / "on_policy.json"
     if file.exists():
         return file
-    documents = open_source("demo").documents()
-    questions = [d.messages[0]["content"] for d in documents if d.messages]
+    documents = list(open_source("demo").documents())
+    trained = [documents[place] for place in split_documents(len(documents))[0]]
+    questions = [d.messages[0]["content"] for d in trained if d.messages]
     step = max(1, len(questions) // ON_POLICY_PROMPTS)
     prompts = [{"id": str(i), "prompt": q} for i, q in enumerate(questions[::step])]
     with progress("on-policy text", len(prompts), "answers") as bar:
@@ -96,52 +98,82 @@ def on_policy_text(target: Target, out: Path) -> Path:
     return file
 
 
-def measure(
-    teacher: Teacher, target: Target, draft: Draft | None, data: Data, prompts: Sequence[Any]
-) -> dict[str, Any]:
-    """Teacher-forced figures, and those of the decode loop with drafts of `DRAFT_LENGTH` tokens."""
-    params, r = (None, 1) if draft is None else (draft.stacked_params(), draft.config.top_r)
-    forced = teacher_forced(teacher, params, data.held_out, r=r)
-    generations = generate(
-        target,
-        prompts,
-        draft=draft,
-        mode="top-r" if draft is None else "draft-expert",
-        max_new_tokens=48,
-        device_cache=None,
-        control=ControlConfig(draft_length=DRAFT_LENGTH, truncate=False),
-    )
-    looped = stats([record for generation in generations for record in generation.trace])
-    alphas = {f"alpha_{i}": value for i, value in enumerate(looped["alpha_pos"], start=1)}
-    names = ("acceptance_rate", "tokens_per_round")
-    return {name: forced[name] for name in FORCED} | {n: looped[n] for n in names} | alphas
+@dataclass(frozen=True)
+class Exam:
+    """What every draft is measured on.
+
+    Attributes:
+      data: its held-out rows; text: the target's own answers to the prompts that come with dejax.
+    """
+
+    teacher: Teacher
+    target: Target
+    data: Data
+    text: GreedyText
+
+    def measure(self, params: Params | None, draft_folder: Path | None) -> dict[str, Any]:
+        """Figures of a draft in training, and of the decode loop with it loaded from its folder.
+
+        Teacher-forced ones and `simulated_tokens_per_round` come from `params`, as training sees
+        them; acceptance and `tokens_per_round` from decoding. None is the draft path without draft
+        experts.
+        """
+        draft = None if draft_folder is None else load_draft(draft_folder)
+        r = 1 if draft is None else draft.config.top_r
+        forced = teacher_forced(self.teacher, params, self.data.held_out, r=r)
+        rounds = simulate(self.teacher, params, self.text, draft_length=DRAFT_LENGTH, r=r)
+        simulated = simulated_metrics([round_ for prompt in rounds for round_ in prompt])
+        looped = decoded_stats(self.target, draft, draft_length=DRAFT_LENGTH, new_tokens=NEW_TOKENS)
+        alphas = {f"alpha_{i}": value for i, value in enumerate(looped["alpha_pos"], start=1)}
+        return (
+            {name: forced[name] for name in FORCED}
+            | {name: looped[name] for name in ("acceptance_rate", "tokens_per_round")}
+            | {"simulated_tokens_per_round": simulated["simulated_tokens_per_round"]}
+            | alphas
+        )
 
 
 def run_arms(
-    name: str, *, seeds: int, steps: int | None, out: Path, arms: dict[str, str] = ARMS
+    target: Target,
+    name: str,
+    *,
+    seeds: int,
+    steps: int | None,
+    out: Path,
+    arms: dict[str, str] = ARMS,
 ) -> list[dict[str, Any]]:
-    """One row an arm and seed, `arm` and `seed` among its figures; top-1 alone has one row."""
-    target = load_target(name)
+    """One row an arm and seed, `arm` and `seed` among its figures; top-1 alone has one row.
+
+    Args:
+      name: what the configs call the target; steps: of each run, None for the configs' own.
+      out: under which runs are kept, by the target's identity.
+    """
     first = _config(next(iter(arms.values())), name, 0, steps)
     teacher = as_teacher(target, make_mesh())
-    data, prompts = open_rows(first, target), read_prompts(DEMO_PROMPTS)
-    rows = [{"arm": "top-1", "seed": 0} | measure(teacher, target, None, data, prompts)]
-    for arm, config_name in arms.items():
-        for seed in range(seeds):
+    data, out = open_rows(first, target), out / target.identity[:16]
+    say("the target's own text, for simulated rounds")
+    exam = Exam(teacher, target, data, demo_text(teacher, NEW_TOKENS))
+    rows = [{"arm": "top-1", "seed": 0} | exam.measure(None, None)]
+    for seed in range(seeds):
+        initial = None
+        for arm, config_name in arms.items():
             config = _config(config_name, name, seed, steps)
             folder = out / f"{config_name}-{seed}-{config.loop.steps}"
             if (folder / "row.json").exists():
                 rows.append(json.loads((folder / "row.json").read_text()))
                 continue
-            say(f"{arm}: seed {seed}")
+            if initial is None:  # the same one for all arms
+                fitted_on = _config(next(iter(arms.values())), name, seed, steps)
+                initial = initial_draft(teacher, open_rows(fitted_on, target).batch_at, fitted_on)
             if config_name == "arm_on_policy":
                 config = replace(config, data=str(on_policy_text(target, out)))
-            draft, _ = distill(teacher, open_rows(config, target).batch_at, config)
-            row = {"arm": arm, "seed": seed} | measure(teacher, target, draft, data, prompts)
+            say(f"{arm}: seed {seed}")
+            batch_at = open_rows(config, target).batch_at
+            draft, _ = distill(teacher, batch_at, config, initial=initial)
             make_folder(folder)
             save_draft(folder / "draft", draft, target.config)
-            read_again = load_draft(folder / "draft")
-            assert read_again.identity == target.identity
+            measured = exam.measure(draft.stacked_params(), folder / "draft")
+            row = {"arm": arm, "seed": seed} | measured
             write_json(folder / "row.json", row)
             rows.append(row)
     return rows
@@ -168,26 +200,36 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_arms_table(found: Sequence[dict[str, Any]], steps: int) -> None:
     """The table: a row an arm, mean and spread in percent (KL in nats)."""
-    shares = ("agreement", "acceptance_rate", "router_agreement", "prefetch_recall")
+    shares = ("agreement", "router_agreement", "prefetch_recall", "acceptance_rate")
+    rounds = ("tokens_per_round", "simulated_tokens_per_round")
     alphas = tuple(f"alpha_{i}" for i in range(1, DRAFT_LENGTH + 1))
 
     def cell(row: dict[str, Any], name: str) -> str:
         mean, spread = row["mean"].get(name), row["spread"].get(name)
         if mean is None or spread is None:
             return "-"
-        scale, digits = (1, 4) if name == "kl" else (100, 1)
+        scale, digits = (100, 1) if name in (*shares, *alphas) else (1, 3)
         shown = f"{mean * scale:.{digits}f}"
         return shown if row["seeds"] == 1 else f"{shown} ({spread * scale:.{digits}f})"
 
-    names = ("kl", *shares, *alphas)
+    names = ("kl", *shares, *alphas, *rounds)
     table = [(row["arm"], *(cell(row, name) for name in names)) for row in found]
-    columns = ("arm", "KL", "agree", "acc/drafted", "router", "prefetch", *alphas)
+    columns = ("arm", "KL", "agree", "router", "prefetch", "acc/drafted", *alphas)
+    columns = (*columns, "tokens/round", "simulated")
     seeds = max(row["seeds"] for row in found)
     note = (
-        f"{steps} steps, mean of {seeds} seeds (largest - least); %, KL in nats. agree, router, "
-        f"prefetch: teacher-forced. acc/drafted, alpha: decode loop, drafts of {DRAFT_LENGTH}"
+        f"{steps} steps, mean of {seeds} seeds (largest - least); %, KL in nats. KL, agree, router,"
+        f" prefetch: teacher-forced. acc/drafted to tokens/round: decode loop, drafts of "
+        f"{DRAFT_LENGTH}, draft loaded from its folder; simulated: tokens/round as training sees it"
     )
     print_table("arms of the losses", columns, table, note)
+
+
+def train_ablation(target: Target, name: str, **options: Any) -> dict[str, Any]:
+    """Rows of all runs (`run_arms`, whose options these are), steps of each, means and spreads."""
+    rows = run_arms(target, name, **options)
+    steps = options["steps"] or load_config("arm_router").loop.steps
+    return {"steps": steps, "rows": rows, "arms": summary(rows)}
 
 
 def main(argv: list[str]) -> int:
@@ -195,13 +237,11 @@ def main(argv: list[str]) -> int:
     about = "Distill every arm of the ablation of the losses, and measure it."
     args = parse(Arguments, argv, prog="python -m train.arms", description=about)
     make_folder(args.out)
-    config = load_config("arm_router")
-    use_cpu_devices(config.cpu_devices)
-    rows = run_arms(str(args.target), seeds=args.seeds, steps=args.steps, out=args.out)
-    found = summary(rows)
-    steps = args.steps or config.loop.steps
-    result = {"steps": steps, "rows": rows, "arms": found}
-    report(args.json, result, lambda: print_arms_table(found, steps))
+    use_cpu_devices(load_config("arm_router").cpu_devices)
+    target = load_target(args.target)
+    options = dict(seeds=args.seeds, steps=args.steps, out=args.out)
+    result = train_ablation(target, str(args.target), **options)
+    report(args.json, result, lambda: print_arms_table(result["arms"], result["steps"]))
     return 0
 
 

@@ -21,6 +21,7 @@ from infer.output import check_output_folder, make_folder, report, write_json
 from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length
 from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
 from infer.suite import Result, Suite, choose_link, compare_resident, run_all, standard_runs
+from train.arms import SEEDS, print_arms_table, train_ablation
 from train.config_files import load_config, to_json
 from train.demo_tables import print_arms, print_drafts, print_speed, print_summary, print_verify
 from train.devices import use_cpu_devices
@@ -39,7 +40,7 @@ class Arguments:
     target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
     full: bool = False
-    """Decode 20 prompts rather than 6, also by sampling in every run; train one more arm."""
+    """Decode 20 prompts rather than 6, sample in every run too, train every arm of the losses."""
     out: OutputFolder = Path("dejax-demo")
     """Folder for draft experts, plots and results."""
     json: OutputFile | None = None
@@ -47,7 +48,7 @@ class Arguments:
 
 
 def train_arms(
-    target: Target, config: DistillConfig, *, full: bool, out: Path
+    target: Target, config: DistillConfig, *, out: Path
 ) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[Metrics]]:
     """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
     data = open_rows(config, target)
@@ -66,12 +67,6 @@ def train_arms(
         "top-1 + mean residual": constant,
         "closed form": fitted,
     }
-    if full:
-        weights = replace(config.losses, router=0.0)
-        without, _ = distill(
-            teacher, data.batch_at, replace(config, losses=weights), initial=fitted
-        )
-        arms["all losses but router"] = without.stacked_params()
     arms["all losses"] = draft.stacked_params()
     rows = [_arm(name, teacher, params, data.held_out) for name, params in arms.items()]
     save_draft(out / "draft", draft, target.config)
@@ -124,13 +119,19 @@ def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Pat
     return paths
 
 
+def _ablation(target: Target, args: Arguments) -> dict[str, Any]:
+    """Every arm of the losses, with three seeds: what `python -m train.arms` gives."""
+    folder = args.out / "arms"
+    return train_ablation(target, str(args.target), seeds=SEEDS, steps=None, out=folder)
+
+
 OUTLINE = (
     "five stages: fit and train draft experts, measure them on held-out text, decode {prompts} "
     "prompts in every mode, compare with autoregressive decoding, write tables and plots to {out}"
 )
 TINY_TAKES = {
     False: "; about five minutes on two cores",
-    True: "; several times the five minutes of the demo without --full",
+    True: "; about an hour on two cores, most of it for fifteen distillations",
 }
 """What is known of the embedded target's time, by `--full`."""
 
@@ -154,8 +155,9 @@ def main(argv: list[str]) -> int:
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
     make_folder(args.out)
-    draft, arms, done, log = train_arms(target, config, full=args.full, out=args.out)
+    draft, arms, done, log = train_arms(target, config, out=args.out)
     results, resident = decode_prompts(target, draft, count=count, tokens=tokens, full=args.full)
+    ablation = _ablation(target, args) if args.full else None
     rows = [result.row for result in results]
     seconds = time.perf_counter() - began
     paths = save_plots(results, log, args.out)
@@ -163,6 +165,7 @@ def main(argv: list[str]) -> int:
         "target": target.name,
         "distill": done,
         "arms": arms,
+        "ablation": ablation,
         "modes": rows,
         "resident": resident,
         "seconds": seconds,
@@ -170,6 +173,8 @@ def main(argv: list[str]) -> int:
 
     def show() -> None:
         print_arms(arms)
+        if ablation:
+            print_arms_table(ablation["arms"], ablation["steps"])
         print_drafts(rows)
         print_verify(rows)
         print_speed(rows)

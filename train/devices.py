@@ -1,5 +1,8 @@
 """The devices and processes that a program trains on, chosen before JAX starts."""
 
+import atexit
+import subprocess
+import sys
 from typing import Annotated, Any
 
 import jax
@@ -61,5 +64,28 @@ def start_devices(cpu_devices: int, distributed: str) -> None:
     except (RuntimeError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise FailedError(f"--distributed {distributed}: {first_line}") from None
+    _leave_word(f"process {jax.process_index()} of {jax.process_count()}")
     if jax.process_index() != 0:
         be_quiet()
+
+
+_LISTEN = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
+
+
+def _leave_word(who: str) -> None:
+    """Has a small process say in one line what happened, should this one end without a word.
+
+    JAX ends a process whose peers have died from within, by an abort: no handler of ours runs.
+    """
+    line = (
+        f"dejax: error: {who} was ended, by a signal or because another process died or could not "
+        "be reached; start all of them again: they go on from the newest checkpoint"
+    )
+    listener = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LISTEN, line], stdin=subprocess.PIPE, text=True
+    )
+
+    def end_well() -> None:
+        listener.communicate("done")
+
+    atexit.register(end_well)

@@ -21,19 +21,18 @@ from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
-from dejax.target import Target, load_target, load_tokenizer, model_folder
+from dejax.target import Target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
 from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table
-from infer.output import check_output_folder, make_folder, report
-from infer.prompts import DEMO_PROMPTS, read_prompts
+from infer.output import check_output_folder, check_room, make_folder, report
 from train.closed_form import fit_draft
 from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
 from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
-from train.distill_plan import check_memory, plan_distillation, show_plan
+from train.distill_measures import best_draft, held_out, measures_of
+from train.distill_plan import check_memory, plan_distillation, show_plan, written_bytes
 from train.documents import BatchAt, Data, check_data, open_data
-from train.evaluate import in_loop, teacher_forced
 from train.flops import peak_flops, step_flops
 from train.gradient_step import DistillState, make_step, make_term_norms
 from train.kv_mix import draw_blocks
@@ -125,7 +124,7 @@ def distill(
         rates=partial(_rates, step_flops(teacher.config, draft, config.seq_len).total),
     )
     trained = draft_of_params(
-        jax.tree.map(jnp.asarray, on_host(_best(state))),
+        jax.tree.map(jnp.asarray, on_host(best_draft(state))),
         layers=teacher.config.moe_layers,
         top_r=draft.top_r,
         identity=teacher.identity,
@@ -146,11 +145,6 @@ def _initial_state(params: Params, optimizer: Any, config: DistillConfig, mesh: 
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
     kept = place(host, shardings.average) if config.ema else None
     return DistillState(draft=placed, opt_state=opt_state, average=kept)
-
-
-def _best(state: DistillState) -> Params:
-    """What a run is for: the average, where there is one."""
-    return state.draft if state.average is None else state.average
 
 
 def _step_rows(batch_at: BatchAt, config: DistillConfig, rows: range, step: int) -> Any:
@@ -259,6 +253,7 @@ def main(argv: list[str]) -> int:
         return 0
     out = args.out or Path("runs") / Path(args.config).stem
     check_output_folder(out)
+    check_room(out, written_bytes(model, config))
     result = _train(config, mesh, out, resume=args.resume == "auto")
     if jax.process_index() == 0:
         report(args.json, result, lambda: _show(result))
@@ -270,59 +265,25 @@ def _train(config: DistillConfig, mesh: Any, out: Path, *, resume: bool) -> dict
     check_draft_folder(out / "draft")
     teacher = load_teacher(config.target, mesh, dtype=config.dtype, compute=config.compute)
     data = open_rows(config, teacher)
+    measures = measures_of(teacher, data, config)
     make_folder(out)
     started = time.perf_counter()
-    held = partial(_held_out, teacher, data, config)
-    measures = [Measure(config.loop.eval_every, lambda state: held(_best(state)))]
-    measures += _decoding(config, teacher)
     draft, log = distill(
         teacher,
         data.batch_at,
         config,
         workdir=out,
         resume=resume,
-        measures=measures if data.held_out else measures[1:],
+        measures=measures,
         data=data.fingerprint,
     )
     result = {"target": teacher.identity, "config": to_json(config), "log": log}
     result["seconds"] = time.perf_counter() - started
     if data.held_out:
-        result["heldout"] = held(draft.stacked_params())
+        result["heldout"] = held_out(teacher, data, config, draft.stacked_params())
     if jax.process_index() == 0:
         result["draft"] = save_draft(out / "draft", draft, teacher.config)
     return result
-
-
-def _held_out(teacher: Teacher, data: Data, config: DistillConfig, params: Params) -> Metrics:
-    """`teacher_forced` on held-out text."""
-    top_r = draft_config(config, teacher.config).top_r
-    metrics = teacher_forced(teacher, params, data.held_out, r=top_r)
-    return {f"heldout_{name}": value for name, value in metrics.items()}
-
-
-def _decoding(config: DistillConfig, teacher: Teacher) -> list[Measure]:
-    """Real decoding of held-out prompts by the first process, while the others wait."""
-    if not config.loop.decode_every:
-        return []
-    target: list[Target] = []
-
-    def measure(state: DistillState) -> Metrics:
-        params = on_host(_best(state))
-        if jax.process_index() != 0:
-            return {}
-        if not target:
-            target.append(load_target(config.target, dtype=config.dtype))
-        draft = draft_of_params(
-            jax.tree.map(jnp.asarray, params),
-            layers=teacher.config.moe_layers,
-            top_r=draft_config(config, teacher.config).top_r,
-            identity=teacher.identity,
-            training={},
-        )
-        found = in_loop(target[0], draft, read_prompts(DEMO_PROMPTS), max_new_tokens=64)
-        return {f"decode_{name}": found[name] for name in ("acceptance_rate", "tokens_per_round")}
-
-    return [Measure(config.loop.decode_every, measure)]
 
 
 def _show(result: dict[str, Any]) -> None:

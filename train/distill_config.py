@@ -31,7 +31,9 @@ class DistillConfig:
       a straight line over `ramp_steps`; objective: `all`, or `residual-local` (the cheap first
       stage); kv: whose keys and values a drafted token sees, the `draft`'s own (as the paper
       trains), or `mixed` (as it is when decoding): the target's before its block of `kv_block`
-      tokens; ema: decay of an average of the draft, which is then what is saved (0: none).
+      tokens (drafts are as long where decoding is
+      measured on the way); ema: decay of an average of the draft, which is then what is saved
+      (0: none).
 
       seq_len, batch_size: shape of a batch; accumulate: into how many smaller ones it is cut;
       dtype: what the target's weights are held in; compute: dtype of activations (losses,

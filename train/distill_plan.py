@@ -3,6 +3,7 @@
 The step is compiled for arrays that do not exist, and XLA says what it needs: no weight is read.
 """
 
+import math
 import os
 from typing import Any
 
@@ -87,6 +88,10 @@ def _count(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of a tree of abstract arrays."""
     shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in jax.tree.leaves(tree))
@@ -116,6 +121,15 @@ def plan_distillation(model: ModelConfig, config: DistillConfig, mesh: Any) -> d
         "batch_bytes": device_bytes(batch),
         "step_bytes": int(analysis.temp_size_in_bytes) if analysis is not None else 0,
     }
+
+
+def written_bytes(model: ModelConfig, config: DistillConfig) -> int:
+    """What a run has on disk at most: checkpoints kept, the one being written, and the adapter."""
+    draft: Any = abstract_draft(model, draft_config(config, model))
+    optimizer = make_optimizer(config.optimizer, config.loop.steps)
+    state = (draft, jax.eval_shape(optimizer.init, draft), draft if config.ema else None)
+    checkpoints = config.loop.keep + 1 if config.loop.save_every else 1
+    return checkpoints * _bytes(state) + _bytes(draft)
 
 
 def estimate_step_bytes(model: ModelConfig, config: DistillConfig, mesh: Any) -> int:

@@ -196,12 +196,14 @@ def all_arms(
 
 
 def in_loop(
-    target: Target, draft: Draft, prompts: Sequence[Any], *, max_new_tokens: int
+    target: Target, draft: Draft | None, prompts: Sequence[Any], **options: Any
 ) -> dict[str, Any]:
-    """`infer.report.stats` of greedy decoding with `draft`, over all prompts together."""
-    generations = generate(
-        target, prompts, draft=draft, mode="draft-expert", max_new_tokens=max_new_tokens
-    )
+    """`infer.report.stats` of decoding with `draft` (None: with top-1), over all prompts together.
+
+    `options` are those of `infer.generate.generate`.
+    """
+    mode = "top-r" if draft is None else "draft-expert"
+    generations = generate(target, prompts, draft=draft, mode=mode, **options)
     return stats([record for generation in generations for record in generation.trace])
 
 

@@ -40,14 +40,16 @@ class LoopConfig:
     """How long to train and how often to speak, evaluate and save (0 = never).
 
     Attributes:
-      norms_every: each loss by itself, for the norm of its gradient; decode_every: real decoding of
-      held-out prompts. All that is measured needs a logged step.
+      norms_every: each loss by itself, for the norm of its gradient; simulate_every: the rounds of
+      decoding held-out prompts, without a cache; decode_every: real decoding of them. All that is
+      measured needs a logged step.
     """
 
     steps: int
     log_every: int = 10
     eval_every: int = 0
     norms_every: int = 0
+    simulate_every: int = 0
     decode_every: int = 0
     save_every: int = 0
     keep: int = 2
@@ -55,7 +57,7 @@ class LoopConfig:
     def __post_init__(self):
         if self.steps < 1:
             raise UsageError(f"loop.steps is {self.steps}; expected 1 or more")
-        measured = (self.eval_every, self.norms_every, self.decode_every)
+        measured = (self.eval_every, self.norms_every, self.simulate_every, self.decode_every)
         if min(self.save_every, *measured) < 0 or self.log_every < 1:
             raise UsageError("loop: intervals must be 0 or more, and log_every at least 1")
         if self.keep < 1:

@@ -255,12 +255,6 @@ def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tupl
         top = part.most(logits.max(axis=-1, keepdims=True))
         return logits - top - jnp.log(part.add(jnp.exp(logits - top).sum(-1, keepdims=True)))
 
-    def best(logits):  # the lowest id of the largest logit, wherever it lies
-        local = logits.argmax(axis=-1)
-        value = jnp.take_along_axis(logits, local[:, None], axis=-1)[:, 0]
-        here = value == part.most(value)
-        return -part.most(jnp.where(here, -(part.first + local), -(2**31 - 1)))
-
     def at(law, wanted):
         return part.add(jnp.where(ids == wanted[:, None], law, 0).sum(axis=-1))
 
@@ -269,12 +263,12 @@ def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tupl
         soft_full, soft_draft = log_full, log_draft
     else:
         soft_full, soft_draft = log_law(full / temperature), log_law(draft / temperature)
-    most_likely = best(full)
+    most_likely = _best(part, full)
     kl = part.add(jnp.sum(jnp.exp(soft_full) * (soft_full - soft_draft), axis=-1))
     columns = [
         temperature**2 * kl,
         -at(log_draft, most_likely),
-        (most_likely == best(draft)).astype(kind),
+        (most_likely == _best(part, draft)).astype(kind),
         -at(log_full, targets),
         -at(log_draft, targets),
     ]
@@ -285,6 +279,39 @@ def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tupl
     slope += weights[1] * (jnp.exp(log_draft) - (ids == most_likely[:, None]))
     slope = (slope * mask[:, None]).astype(student.dtype)
     return sums, jnp.einsum("nv,vd->nd", slope, table)
+
+
+def _best(part: VocabularyPart, logits: Float[Array, "N _V"]) -> Int[Array, " N"]:
+    """The lowest id of the largest logit, wherever it lies."""
+    local = logits.argmax(axis=-1)
+    value = jnp.take_along_axis(logits, local[:, None], axis=-1)[:, 0]
+    here = value == part.most(value)
+    return -part.most(jnp.where(here, -(part.first + local), -(2**31 - 1)))
+
+
+def most_likely(
+    head: Float[Array, "V D"], hidden: Float[Array, "B T D"], *, chunk: int = 512
+) -> Int[Array, "B T"]:
+    """The most likely token after each row of a normed final residual stream.
+
+    A chunk of rows at a time, and as in `vocabulary_losses` without gathering the head.
+    """
+    kind = jnp.promote_types(hidden.dtype, jnp.float32)
+
+    def local(part: VocabularyPart, head, hidden, _):
+        def picked(rows):
+            rows = part.gather(rows)
+            product = partial(jnp.einsum, "nd,vd->nv", preferred_element_type=kind)
+            ids = _best(part, product(rows, head.astype(rows.dtype))).astype(jnp.int32)
+            return part.scatter(jnp.where(part.first == 0, ids, 0))  # one device of the group's
+
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        size = min(chunk, len(flat))
+        pieces = jnp.pad(flat, ((0, -len(flat) % size), (0, 0))).reshape(-1, size, flat.shape[-1])
+        ids = jax.lax.map(picked, pieces)
+        return ids.reshape(-1)[: len(flat)].reshape(hidden.shape[:2])
+
+    return over_vocabulary(local, head, hidden, out_rows=True)
 
 
 def residual_loss(

@@ -22,7 +22,7 @@ from dejax.sharding import (
 )
 from dejax.target import Target, load_target
 from tests.families.random_folder import raw_config, write_folder
-from tests.infer.random_target import SHAPES, draft_of, random_target
+from tests.infer.random_target import SHAPES, draft_of, random_prompt, random_target
 from tests.train.rows import random_batch
 from train.distill_config import DistillConfig
 from train.distill_plan import abstract_step
@@ -30,6 +30,7 @@ from train.distill_step import loss_fn
 from train.gradient_step import DistillState, make_step
 from train.kv_mix import draw_blocks
 from train.losses import LossWeights
+from train.simulate import simulate, write_greedily
 from train.teacher import as_teacher
 
 # A length at which no pass has as many blocks of rows as a layer has experts (`held_whole`).
@@ -160,6 +161,17 @@ def bytes_beside(length: int, vocabulary: int) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
+def simulated(config: MeshConfig) -> list[list[list[int]]]:
+    """(committed, accepted) of every simulated round of three prompts."""
+    mesh = make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert])
+    target = target_of("shared")
+    teacher, draft = as_teacher(target, mesh), draft_of(target).stacked_params()
+    prompts = [random_prompt(length, seed=length) for length in (5, 9, 2)]
+    text = write_greedily(teacher, prompts, max_new_tokens=12)
+    rounds = simulate(teacher, draft, text, draft_length=2)
+    return [[[r.committed, r.accepted] for r in prompt] for prompt in rounds]
+
+
 def measure() -> dict[str, Any]:
     """Everything that the tests compare."""
     return {
@@ -169,5 +181,6 @@ def measure() -> dict[str, Any]:
             "mesh": held_whole(trained("shared", ALL_BUT_TENSOR)[2]),
             "one": held_whole(trained("shared", ONE)[2]),
         },
+        "simulated": [simulated(config) for config in (ALL_BUT_TENSOR, ONE)],
         "bytes": [[bytes_beside(t, v) for v in (1024, 16384)] for t in (1024, 2048)],
     }

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ import pytest
 
 from dejax.ckpt.draft_state import load_draft
 from dejax.config import DraftConfig
-from dejax.errors import UsageError
+from dejax.errors import FailedError, UsageError
 from tests.infer.random_target import random_target
 from tests.train.rows import random_batch
 from tests.train.small_model import write_documents, write_model
@@ -231,3 +232,13 @@ def test_bad_calls_are_one_line(argv, message, inputs, tmp_path):
 def test_rows_longer_than_the_context_are_refused(inputs, tmp_path):
     with pytest.raises(UsageError, match="seq_len is 999; expected at most the target's 128"):
         program.main([*settings(inputs, "seq_len=999"), "--out", str(tmp_path)])
+
+
+def test_a_full_disk_is_told_before_anything_is_read(inputs, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(FailedError, match=r"out: .* are to be written, but only 100 kB are free"):
+        program.main(
+            [*settings(inputs, "batch_size=2", "seq_len=32"), "--out", str(tmp_path / "out")]
+        )
+    assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import pytest
 from dejax.config import DraftConfig
 from dejax.errors import UsageError
 from tests.infer.random_target import draft_of, random_target
-from tests.train.on_devices import ROOT, environment
+from tests.train.on_devices import ROOT, environment, on_devices
 from tests.train.rows import random_batch
 from tests.train.small_model import write_documents, write_model
 from train import distill as program
+from train import distill_measures
 from train.distill import DistillConfig, distill
 from train.loop import LoopConfig, checkpointer
 from train.losses import TERMS, LossWeights
@@ -147,16 +149,21 @@ def test_the_only_loss_left_has_the_norm_of_the_step(run):
 # --- the program -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_decoding_is_measured_when_due(tmp_path, monkeypatch):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Why?", "One, two,")))
-    monkeypatch.setattr(program, "DEMO_PROMPTS", prompts)
+def decode_on_the_way(out):
+    """A distillation of the embedded target that decodes two prompts; returns its metrics."""
+    distill_measures.MOST_PROMPTS = 2
     small = ["seq_len=32", "batch_size=4", "init.tokens=128", "draft.width=8"]
     loop = ["loop.steps=3", "loop.log_every=1", "loop.decode_every=2", "loop.save_every=0"]
-    out = tmp_path / "run"
-    assert program.main(["distill_tiny", "--set", *small, *loop, "--out", str(out)]) == 0
-    measured = {row["step"]: row for row in rows_of(out) if "decode_acceptance_rate" in row}
+    program.main(["distill_tiny", "--set", *small, *loop, "--out", out])
+    return rows_of(Path(out))
+
+
+@pytest.mark.slow
+def test_decoding_is_measured_when_due_on_several_devices(tmp_path):
+    """Decoding is one device's, within a run that is all devices'."""
+    args = (__name__, "decode_on_the_way", str(tmp_path / "run"))
+    rows = on_devices(2, *args, result=tmp_path / "found.json")
+    measured = {row["step"]: row for row in rows if "decode_acceptance_rate" in row}
     assert sorted(measured) == [2, 3]
     for row in measured.values():
         assert 0 <= row["decode_acceptance_rate"] <= 1

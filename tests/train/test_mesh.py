@@ -54,6 +54,12 @@ def test_memory_holds_no_logits_of_all_tokens(measured):
     assert wide > short and long > short
 
 
+@pytest.mark.slow
+def test_simulated_rounds_are_those_of_one_device(measured):
+    mesh, one = measured["simulated"]
+    assert mesh == one and sum(len(prompt) for prompt in one) > 6
+
+
 # --- meshes that do not fit ------------------------------------------------------------------
 
 
