@@ -89,6 +89,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_average_is_its_closed_form_and_what_is_saved(run):
     states = run.states()
     for name, first in run.initial.items():
@@ -100,6 +101,7 @@ def test_the_average_is_its_closed_form_and_what_is_saved(run):
     assert_same(run.draft.stacked_params(), states[-1]["average"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_average_and_ramp(run, tmp_path):
     with pytest.raises(Stop):
         run.again(tmp_path, stop=3)
@@ -125,6 +127,7 @@ def test_a_ramp_between_temperatures_is_refused():
         replace(CONFIG, losses_from=LossWeights(temperature=2.0))
 
 
+@pytest.mark.slow
 def test_each_step_uses_the_weights_of_its_place_in_the_ramp(run):
     for step, row in enumerate(rows_of(run.workdir)):
         share = min(step / 4, 1)
@@ -133,6 +136,7 @@ def test_each_step_uses_the_weights_of_its_place_in_the_ramp(run):
         assert row["loss"] == pytest.approx(np.dot(weights, terms), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_of_each_loss_are_measured_when_due(run):
     names = {f"grad_norm_{term}" for term in TERMS}
     rows = rows_of(run.workdir)
@@ -140,6 +144,7 @@ def test_norms_of_each_loss_are_measured_when_due(run):
     assert all(row[name] > 0 for row in rows for name in names & set(row))
 
 
+@pytest.mark.slow
 def test_the_only_loss_left_has_the_norm_of_the_step(run):
     """Measured after the fourth step, which is before the fifth, on the batch that both have."""
     rows = rows_of(run.workdir)
