@@ -237,7 +237,7 @@ def test_rows_longer_than_the_context_are_refused(inputs, tmp_path):
 def test_a_full_disk_is_told_before_anything_is_read(inputs, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(FailedError, match=r"out: .* are to be written, but only 100 kB are free"):
+    with pytest.raises(FailedError, match=r"out: .* are to be written, but only 97.7 KiB are free"):
         program.main(
             [*settings(inputs, "batch_size=2", "seq_len=32"), "--out", str(tmp_path / "out")]
         )
