@@ -170,7 +170,7 @@ def measure(parts: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
 @contextlib.contextmanager
 def _nothing_cached() -> Iterator[None]:
     """Without compilations kept on disk: reading one would be measured for compiling."""
-    before = jax.config.read("jax_enable_compilation_cache")
+    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
