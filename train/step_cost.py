@@ -170,12 +170,13 @@ def measure(parts: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
 @contextlib.contextmanager
 def _nothing_cached() -> Iterator[None]:
     """Without compilations kept on disk: reading one would be measured for compiling."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    config: Any = jax.config  # which does not tell the names that it has
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        config.update("jax_enable_compilation_cache", before)
 
 
 def compile_seconds(model: ModelConfig, config: DistillConfig, mesh: Any) -> dict[str, Any]:
