@@ -311,8 +311,9 @@ def over_vocabulary(
 ) -> Any:
     """`fn(part, table, rows, shared)`: every device with its part of a [V, D] table and its rows.
 
-    `table` may be several of them. `shared` is whole everywhere. `out_rows` has the structure of the result: true where an array is
-    split by rows (its first axis), false where it is equal on all devices.
+    `table` may be several of them. `shared` is whole everywhere. `out_rows` has the structure of
+    the result: true where an array is split by rows (its first axis), false where it is equal on
+    all devices.
     """
     mesh = _mesh()
     if mesh is None:

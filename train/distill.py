@@ -221,10 +221,10 @@ class Arguments:
     """Write the result here as JSON; - is standard output."""
 
 
-ABOUT = """Train draft experts for a target, or heal an upcycled one. A config's data is documents as JSON lines (maybe
-.gz) or Parquet, with text, messages, prompt and completion, or what `dejax generate --json` wrote:
-a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder written by `python -m
-train.data`; or demo, dejax's own documents."""
+ABOUT = """Train draft experts for a target, or heal an upcycled one. A config's data is documents
+as JSON lines (maybe .gz) or Parquet, with text, messages, prompt and completion, or what `dejax
+generate --json` wrote: a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder
+written by `python -m train.data`; or demo, dejax's own documents."""
 
 
 def main(argv: list[str]) -> int:

@@ -6,18 +6,17 @@ ordinary checkpoint like the one that was healed, with `healing.json`, which tel
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import dejax
 from dejax.ckpt.hf_weights import read_json
-from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.paths import kind_of, shown
@@ -39,7 +38,7 @@ from train.heal_step import (
     split_trained,
 )
 from train.loop import Measure, Metrics, check_resume, run
-from train.losses import add_up
+from train.losses import Total, add_up
 from train.model_folder import write_model_folder
 from train.optimizer import make_optimizer
 from train.stacked import unstack_target
@@ -59,9 +58,53 @@ LESS_MEMORY = {
 """What helps where a part of the memory is the largest (`train.distill_plan.check_memory`)."""
 
 
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A dense model and the MoE that it teaches, on one mesh.
+
+    Attributes:
+      models: their static side; constants: all that is frozen; start: the weights to be trained, as
+      the MoE came with them (`HealState.trained`); dtype: of activations; identities: of both;
+      tokenizer: the MoE's.
+    """
+
+    models: Models
+    constants: Constants
+    start: Params
+    mesh: Any
+    dtype: Any
+    identities: dict[str, str]
+    tokenizer: Any
+
+
+def pair_models(dense: Teacher, moe: Teacher, config: HealConfig) -> Pair:
+    """Both models, laid out on one mesh, with the MoE (float32) split as configured.
+
+    Raises:
+      UsageError: their tokenizers have other tokens.
+    """
+    check_tokenizers(dense.tokenizer, moe.tokenizer)
+    start, frozen = split_trained(moe.params, config.trained)
+    return Pair(
+        models=Models(dense=dense.definition, moe=moe.definition),
+        constants=Constants(frozen=frozen, dense=dense.params),
+        start=start,
+        mesh=moe.mesh,
+        dtype=moe.dtype,
+        identities={"target": moe.identity, "dense": dense.identity},
+        tokenizer=moe.tokenizer,
+    )
+
+
+def load_pair(config: HealConfig, mesh: Any) -> Pair:
+    """The models that the configuration names, on a mesh."""
+    moe = load_teacher(config.target, mesh, compute=config.compute)
+    dense = load_dense(config.dense, mesh, dtype=config.dtype, compute=config.compute)
+    return pair_models(dense, moe, config)
+
+
 def heal(
-    dense: Teacher,
-    moe: Teacher,
+    pair: Pair,
     batch_at: BatchAt,
     config: HealConfig,
     *,
@@ -73,7 +116,6 @@ def heal(
     """Trains the configured parts of a MoE; what is trained (`HealState.trained`), and the log.
 
     Args:
-      dense, moe: both models, on one mesh; the MoE's weights in float32.
       batch_at, workdir, resume, data: as `train.distill.distill` takes them.
       measures: what else is measured on the way, of a `HealState`.
 
@@ -82,24 +124,21 @@ def heal(
         or (without `resume`) any.
       FailedError: a loss is not finite, or the run was told to stop.
     """
-    mesh, steps = moe.mesh, config.loop.steps
-    info = {"target": moe.identity, "dense": dense.identity, "config": to_json(config)}
-    info |= {"data": data} if data else {}
+    mesh, steps = pair.mesh, config.loop.steps
+    info = pair.identities | {"config": to_json(config)} | ({"data": data} if data else {})
     if workdir is not None:
         check_resume(workdir, info, resume=resume, steps=steps)
     optimizer = make_optimizer(config.optimizer, steps)
-    trained, frozen = split_trained(moe.params, config.trained)
-    constants = Constants(frozen=frozen, dense=dense.params)
     step = make_step(
         optimizer,
         accumulate=config.accumulate,
         balance_weight=config.balance_weight,
-        **_options(config, dense, moe),
+        **_options(config, pair.models, pair.dtype),
     )
     with jax.set_mesh(mesh):
         state, log = run(
-            _initial_state(trained, optimizer, mesh),
-            step_fn=lambda state, batch: step(constants, state, batch),
+            _initial_state(pair.start, optimizer, mesh),
+            step_fn=lambda state, batch: step(pair.constants, state, batch),
             batch_at=lambda index: batch_at(index, own_rows(mesh, config.batch_size)),
             place=lambda rows: place_rows(rows, mesh, config.batch_size),
             config=config.loop,
@@ -113,26 +152,21 @@ def heal(
     return state.trained, log
 
 
-def _options(config: HealConfig, dense: Teacher, moe: Teacher) -> dict[str, Any]:
+def _options(config: HealConfig, models: Models, dtype: Any) -> dict[str, Any]:
     """The options of `train.heal_step.compare_models`."""
-    return dict(
-        models=Models(dense=dense.definition, moe=moe.definition),
-        temperature=config.temperature,
-        dtype=moe.dtype,
-        remat=config.remat,
-    )
+    return dict(models=models, temperature=config.temperature, dtype=dtype, remat=config.remat)
 
 
-def _initial_state(trained: Params, optimizer: Any, mesh: Any) -> Any:
+def _initial_state(start: Params, optimizer: Any, mesh: Any) -> Any:
     """Copies of what is trained, as training donates them, and the optimizer, on the mesh."""
-    shapes = jax.eval_shape(optimizer.init, trained)
-    opt_state = jax.jit(optimizer.init, out_shardings=target_shardings(shapes, mesh))(trained)
-    return HealState(trained=jax.tree.map(jnp.copy, trained), opt_state=opt_state)
+    shapes = jax.eval_shape(optimizer.init, start)
+    opt_state = jax.jit(optimizer.init, out_shardings=target_shardings(shapes, mesh))(start)
+    return HealState(trained=jax.tree.map(jnp.copy, start), opt_state=opt_state)
 
 
 def make_measure(
-    dense: Teacher, moe: Teacher, held_out: Sequence[Batch], config: HealConfig
-) -> Any:
+    pair: Pair, held_out: Sequence[Batch], config: HealConfig
+) -> Callable[[Params], Metrics]:
     """trained -> how near the MoE is to the dense model on held-out rows, and how its load lies.
 
     Names begin with `heldout_`: kl (nats a token), agreement (share of tokens with the same most
@@ -140,33 +174,33 @@ def make_measure(
     the mean, averaged over layers), load_max (in the worst layer), unused (share of experts that no
     token chose).
     """
-    frozen = split_trained(moe.params, config.trained)[1]
-    constants = Constants(frozen=frozen, dense=dense.params)
-    totals = make_totals(**_options(config, dense, moe))
+    totals = make_totals(**_options(config, pair.models, pair.dtype))
+    rows = own_rows(pair.mesh, config.batch_size)
 
-    def of_batch(trained: Params, batch: Batch) -> Any:
-        with jax.set_mesh(moe.mesh):
-            rows = own_rows(moe.mesh, config.batch_size)
-            own = {key: array[rows.start : rows.stop] for key, array in batch.items()}
-            return totals(constants, trained, place_rows(own, moe.mesh, config.batch_size))
+    def of_batch(trained: Params, batch: Batch) -> dict[str, Total]:
+        own = {key: array[rows.start : rows.stop] for key, array in batch.items()}
+        placed = place_rows(own, pair.mesh, config.batch_size)
+        with jax.set_mesh(pair.mesh):
+            return totals(pair.constants, trained, placed)
 
     def measure(trained: Params) -> Metrics:
         sums = add_up(of_batch(trained, batch) for batch in held_out)
-        load = np.asarray(sums.pop("load").mean) * moe.config.moe.num_experts
-        found = {name: float(total.mean) for name, total in sums.items()}
-        found |= {"load": float(load.max(axis=-1).mean()), "load_max": float(load.max())}
-        found["unused"] = float((load == 0).mean())
-        return {f"heldout_{name}": value for name, value in found.items()}
+        load, tokens = sums.pop("load"), sums["kl"].count
+        load = load.sum / load.count * pair.models.moe.config.moe.num_experts
+        found = {name: float(total.sum / total.count) for name, total in sums.items()}
+        found |= {"load": load.max(axis=-1).mean(), "load_max": load.max()}
+        found |= {"unused": (load == 0).mean(), "tokens": tokens}
+        return {f"heldout_{name}": float(value) for name, value in found.items()}
 
     return measure
 
 
-def open_rows(config: HealConfig, moe: Teacher) -> Data:
+def open_rows(config: HealConfig, pair: Pair) -> Data:
     """The rows that `config.data` names, of held-out ones at most `config.eval_rows`."""
     data = open_data(
         config.data,
-        moe.tokenizer,
-        vocab_size=moe.config.vocab_size,
+        pair.tokenizer,
+        vocab_size=pair.models.moe.config.vocab_size,
         seq_len=config.seq_len,
         batch_size=config.batch_size,
         seed=config.seed,
@@ -187,18 +221,14 @@ def run_healing(config: HealConfig, mesh: Any, out: Path, *, resume: bool) -> di
         raise UsageError(
             f"{shown(out / 'model')}: exists, but no checkpoint of it; give another --out"
         )
-    moe = load_teacher(config.target, mesh, compute=config.compute)
-    dense = load_dense(config.dense, mesh, dtype=config.dtype, compute=config.compute)
-    check_tokenizers(dense.tokenizer, moe.tokenizer)
-    data = open_rows(config, moe)
+    pair = load_pair(config, mesh)
+    data = open_rows(config, pair)
     make_folder(out)
     started = time.perf_counter()
-    measure = make_measure(dense, moe, data.held_out, config)
-    start = split_trained(moe.params, config.trained)[0]
+    measure = make_measure(pair, data.held_out, config)
     measured = Measure(config.loop.eval_every, lambda state: measure(state.trained))
     trained, log = heal(
-        dense,
-        moe,
+        pair,
         data.batch_at,
         config,
         workdir=out,
@@ -208,39 +238,28 @@ def run_healing(config: HealConfig, mesh: Any, out: Path, *, resume: bool) -> di
     )
     raw = read_json(model_folder(config.target) / "config.json")
     dtype = check_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    result: dict[str, Any] = {
-        "target": moe.identity,
-        "dense": dense.identity,
+    record = pair.identities | {
         "config": to_json(config),
-        "trained_params": count_params(trained),
         "data": data.fingerprint,
+        "trained_params": count_params(trained),
         "dejax": dejax.__version__,
     }
     if data.held_out:  # of what is written: in the folder's dtype
         written = jax.tree.map(lambda a: a.astype(dtype).astype(a.dtype), trained)
-        result |= {"before": measure(start), "heldout": measure(written)}
-    _write(out / "model", moe, trained, config, raw, dtype, result)
-    seconds = time.perf_counter() - started
-    return result | {"model": out / "model", "seconds": seconds, "log": log}
-
-
-def _write(
-    out: Path,
-    moe: Teacher,
-    trained: Params,
-    config: HealConfig,
-    raw: dict[str, Any],
-    dtype: Any,
-    record: dict[str, Any],
-) -> None:
-    """The healed MoE as a folder, by the first process."""
-    params = on_host(join_trained(trained, split_trained(moe.params, config.trained)[1]))
+        record |= {"before": measure(pair.start), "heldout": measure(written)}
+    params = on_host(join_trained(trained, pair.constants.frozen))
     if jax.process_index() == 0:
-        model, routed = unstack_target(moe.definition, params)
-        source, named = model_folder(config.target), (RECORD, record)
         write_model_folder(
-            out, raw, model, routed, dtype=dtype, source=source, record=named, replace=True
+            out / "model",
+            raw,
+            *unstack_target(pair.models.moe, params),
+            dtype=dtype,
+            source=model_folder(config.target),
+            record=(RECORD, record),
+            replace=True,
         )
+    seconds = time.perf_counter() - started
+    return record | {"model": out / "model", "seconds": seconds, "log": log}
 
 
 def show_result(result: dict[str, Any]) -> None:
@@ -280,10 +299,7 @@ def plan_healing(config: HealConfig, mesh: Any) -> dict[str, Any]:
         optimizer,
         accumulate=config.accumulate,
         balance_weight=config.balance_weight,
-        models=Models(dense=dense_def, moe=moe_def),
-        temperature=config.temperature,
-        dtype=jnp.dtype(config.compute),
-        remat=config.remat,
+        **_options(config, Models(dense=dense_def, moe=moe_def), jnp.dtype(config.compute)),
     )
     return {
         "trained_params": count_params(trained),

@@ -30,13 +30,13 @@ class HealConfig:
 
       trained: routers, down (all down projections, of routed and shared experts and dense layers),
       norms; or all: every weight but embedding and head, which upcycling leaves as they are.
-      Selection biases are never trained: they carry no gradient. balance_weight: of the load-balance
-      loss, whose loads are those of the whole batch; temperature: of the logit loss.
+      Selection biases are never trained: they carry no gradient. balance_weight: of the
+      load-balance loss, whose loads are those of the whole batch; temperature: of the logit loss.
 
       seq_len, batch_size, accumulate, mesh, cpu_devices: as `DistillConfig` has them; dtype: what
       the dense model's weights are held in (the MoE's are float32); compute: dtype of activations;
-      remat: what a backward pass computes again for less memory, nothing or whole layers; eval_rows:
-      held-out rows to measure on, at most.
+      remat: what a backward pass computes again for less memory, nothing or whole layers;
+      eval_rows: held-out rows to measure on, at most.
     """
 
     target: str

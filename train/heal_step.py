@@ -59,7 +59,7 @@ class Models(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What a step only reads: the MoE's frozen weights (as `HealState.trained`), the dense model's."""
+    """What a step only reads: the MoE's frozen weights, as `HealState.trained`, and the dense ones."""
 
     frozen: Params
     dense: StackedParams
@@ -225,8 +225,8 @@ def make_step(
 ) -> Callable[..., tuple[HealState, dict[str, Array]]]:
     """The jitted step (constants, state, batch) -> (state, metrics); state is donated.
 
-    A batch that is cut into parts goes through the MoE once more before, for its loads: a part's own
-    would balance every part, where only the whole has to be.
+    A batch that is cut into parts goes through the MoE once more before, for its loads: a part's
+    own would balance every part, where only the whole has to be.
     """
 
     @partial(jax.jit, donate_argnums=1)

@@ -24,7 +24,7 @@ def write_model_folder(
     """Writes a folder, whole or not at all.
 
     Args:
-      raw: content of `config.json`; model, routed, dtype, replace: as `write_checkpoint` takes them.
+      raw: content of `config.json`; model, routed, dtype, replace: as for `write_checkpoint`.
       source: the folder whose tokenizer files it gets, or a tokenizer.
       record: name and content of a JSON file that tells how it was made.
 

@@ -1,7 +1,8 @@
 """A target laid out for training: its MoE layers stacked, so that one scan compiles one layer.
 
-Of a dense model all layers are stacked. `stack_target` and `unstack_target` convert between the canonical form (a `Transformer` and one
-[E, 3, F, D] array a MoE layer) and `StackedParams`; `forward` runs whole sequences.
+Of a dense model all layers are stacked. `stack_target` and `unstack_target` convert between the
+canonical form (a `Transformer` and one [E, 3, F, D] array a MoE layer) and `StackedParams`;
+`forward` and `dense_forward` run whole sequences.
 """
 
 import math
@@ -66,7 +67,7 @@ class StackedDef:
 
     @property
     def stacked_layers(self) -> tuple[int, ...]:
-        """The decoder's own index of each stacked layer: the MoE layers, or all of a dense model."""
+        """The decoder's own index of each stacked layer: MoE layers, or all of a dense model."""
         return self.config.moe_layers or tuple(range(self.config.num_layers))
 
     @property
