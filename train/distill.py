@@ -258,9 +258,11 @@ def main(argv: list[str]) -> int:
         return 0
     out = args.out or Path("runs") / Path(args.config).stem
     check_output_folder(out)
-    heals = isinstance(config, HealConfig)
-    runs, show = (run_healing, show_result) if heals else (_train, _show)
-    result = runs(config, mesh, out, resume=args.resume == "auto")
+    resume = args.resume == "auto"
+    if isinstance(config, HealConfig):
+        result, show = run_healing(config, mesh, out, resume=resume), show_result
+    else:
+        result, show = _train(config, mesh, out, resume=resume), _show
     if jax.process_index() == 0:
         report(args.json, result, lambda: show(result))
     return 0

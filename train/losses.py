@@ -38,10 +38,8 @@ def add_up(parts: Iterable[dict[str, Total]]) -> dict[str, Any]:
     """The totals of many batches, name by name, summed in float64 on the host."""
     sums: dict[str, Any] = {}
     for part in parts:
-        for name, total in on_host(part).items():
-            wide = Total(*(np.asarray(a, np.float64) for a in total))
-            old = sums.get(name)
-            sums[name] = wide if old is None else Total(*map(np.add, old, wide))
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), on_host(part))
+        sums = jax.tree.map(np.add, sums, wide) if sums else wide
     return sums
 
 
