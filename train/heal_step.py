@@ -59,7 +59,7 @@ class Models(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What a step only reads: the MoE's frozen weights (as `HealState.trained`), the dense model."""
+    """What a step only reads: the MoE's frozen weights, as `HealState.trained`; the dense model."""
 
     frozen: Params
     dense: StackedParams

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import families
 from dejax.ckpt.hf_weights import read_json
 from dejax.cli import main as dejax
 from dejax.errors import UsageError
 from dejax.model import logits_of
 from dejax.target import load_target
 from tests.train.dense_model import write_dense
+from tests.train.heal_cases import LAYOUT, MESHES, write_moe
+from tests.train.on_devices import on_devices
 from tests.train.rows import random_batch
 from tests.train.small_model import write_documents
 from train.heal import Pair, heal, load_pair, make_measure
@@ -32,31 +33,10 @@ from train.model_folder import write_model_folder
 from train.optimizer import OptimizerConfig
 from train.stacked import dense_forward, load_shares, unstack_target
 from train.teacher import load_dense, one_device
-from train.upcycle_layers import RoutedLayer
-from train.upcycle_target import Layout, assemble, raw_config
 from train.update import gradients
 
-LAYOUT = Layout(shared=64, experts=4, width=32, top_k=2, first_dense=1)
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 48))
 PARTS = [("routers", "down", "norms"), ("routers",), ("norms", "down"), ("all",)]
-
-
-def write_moe(dense: Path, folder: Path, *, seed: int = 0, dtype=jnp.float32) -> Path:
-    """A dense model's neurons as experts in their own order, with random routers."""
-    target, rng = load_target(dense), np.random.default_rng(seed)
-    raw = raw_config(target.config, LAYOUT)
-    config, routed = families.model_config(raw), {}
-    for layer in config.moe_layers:
-        down = np.asarray(target.model.layers[layer].mlp.down_proj.weight[...])
-        routed[layer] = RoutedLayer(
-            order=np.arange(down.shape[1]),
-            router=rng.normal(size=(LAYOUT.experts, config.width)).astype(np.float32),
-            selection_bias=rng.uniform(0, 0.3, LAYOUT.experts).astype(np.float32),
-            down=down,
-        )
-    model, stacks = assemble(target.model, config, routed, dtype)
-    write_model_folder(folder, raw, model, stacks, dtype=dtype, source=dense)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +96,9 @@ def straight(pair, batch_at, config, tmp_path_factory):
 
 def test_the_dense_model_is_the_one_that_a_target_computes(folders, pair):
     batch = {
-        "tokens": TOKENS,
-        "positions": np.broadcast_to(np.arange(48), TOKENS.shape),
-        "segment_ids": np.zeros_like(TOKENS),
+        "tokens": jnp.asarray(TOKENS, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(48), TOKENS.shape),
+        "segment_ids": jnp.zeros(TOKENS.shape, jnp.int32),
     }
     outer, x = dense_forward(pair.models.dense, pair.constants.dense, batch)
     logits = logits_of(outer, x)
@@ -201,16 +181,16 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(pair, batch_at, remat):
 def test_the_gradient_is_that_of_finite_differences(pair, batch_at):
     """Of KL and load-balance loss with the loads held, in float64, along a random direction."""
     with jax.enable_x64(True):
-        wide = partial(jax.tree.map, lambda a: np.asarray(a, np.float64))
+        wide = partial(jax.tree.map, lambda a: jnp.asarray(a, jnp.float64))
         trained, constants = wide(pair.start), wide(pair.constants)
-        batch = jax.tree.map(np.asarray, batch_at(0))
+        batch = batch_at(0)
         options = dict(models=pair.models, dtype=jnp.float64)
         load = whole_load(trained, batch, constants, accumulate=1, **options)
         loss = jax.jit(
             lambda t: loss_fn(t, batch, load, constants, balance_weight=2.0, **options)[0]
         )
         rng = np.random.default_rng(1)
-        towards = jax.tree.map(lambda a: rng.normal(size=a.shape) * 1e-2, trained)
+        towards = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)) * 1e-2, trained)
         slope = sum(
             float(np.sum(np.asarray(g) * t))
             for g, t in zip(*map(jax.tree.leaves, (jax.grad(loss)(trained), towards)), strict=True)
@@ -237,6 +217,14 @@ def test_the_load_balance_loss_evens_the_load(pair, batch_at, config):
         _, log = heal(alone, batch_at, run)
         spread[weight] = log[0]["load_max"], np.mean([row["load_max"] for row in log[-4:]])
     assert spread[1.0][1] < spread[1.0][0] and spread[1.0][1] < spread[0.0][1]
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
+    found = on_devices(8, "tests.train.heal_cases", "differences", result=tmp_path / "found.json")
+    assert found.keys() == MESHES.keys()
+    for name, largest in found.items():
+        assert largest["gradient"] < 1e-4 and largest["metrics"] < 1e-5, (name, largest)
 
 
 # --- stopping and going on ---------------------------------------------------------------------
