@@ -247,12 +247,13 @@ def run_healing(config: HealConfig, mesh: Any, out: Path, *, resume: bool) -> di
     if data.held_out:  # of what is written: in the folder's dtype
         written = jax.tree.map(lambda a: a.astype(dtype).astype(a.dtype), trained)
         record |= {"before": measure(pair.start), "heldout": measure(written)}
-    params = on_host(join_trained(trained, pair.constants.frozen))
+    weights = on_host((trained, pair.constants.frozen))
     if jax.process_index() == 0:
+        weights = jax.device_put(weights, jax.local_devices(backend="cpu")[0])
         write_model_folder(
             out / "model",
             raw,
-            *unstack_target(pair.models.moe, params),
+            *unstack_target(pair.models.moe, join_trained(*weights)),
             dtype=dtype,
             source=model_folder(config.target),
             record=(RECORD, record),
