@@ -109,7 +109,10 @@ def random_rows(model: ModelConfig, config: DistillConfig) -> dict[str, jax.Arra
     """A batch of random tokens, a document a row."""
     rng = np.random.default_rng(1)
     shape = (config.batch_size, config.seq_len)
-    batch = {key: jnp.ones(s.shape, s.dtype) for key, s in abstract_batch(config).items()}
+    batch = {
+        key: jnp.ones(s.shape, s.dtype)
+        for key, s in abstract_batch(config.batch_size, config.seq_len).items()
+    }
     batch["tokens"] = jnp.asarray(rng.integers(0, model.vocab_size, shape), jnp.int32)
     batch["targets"] = jnp.roll(batch["tokens"], -1, axis=1)
     batch["positions"] = jnp.broadcast_to(jnp.arange(config.seq_len, dtype=jnp.int32), shape)
