@@ -32,6 +32,7 @@ def write_model_folder(
       UsageError: the folder exists already, and is not to be replaced.
     """
     with tempfile.TemporaryDirectory() as beside:
+        Path(beside).chmod(0o755)  # the copy has its mode, which is for the owner alone
         if isinstance(source, Path):
             copy_companions(source, Path(beside))
         else:
