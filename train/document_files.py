@@ -5,8 +5,8 @@ The first step of `train.documents`. A source is a file, a folder, a pattern suc
 one after the other; none but the one being read is held.
 """
 
-import glob
 import contextlib
+import glob
 import gzip
 import hashlib
 import io
