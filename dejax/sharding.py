@@ -55,8 +55,10 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self):
-        if self.data < 0 or min(self.fsdp, self.expert, self.tensor) < 1:
-            raise UsageError(f"mesh: {self}; expected data 0 or more, the others at least 1")
+        for axis in AXES:
+            least, size = int(axis != DATA), getattr(self, axis)
+            if size < least:
+                raise UsageError(f"mesh.{axis} is {size}; expected {least} or more")
 
 
 def make_mesh(config: MeshConfig = MeshConfig(), devices: Sequence[Any] | None = None) -> Mesh:  # noqa: B008
@@ -71,7 +73,10 @@ def make_mesh(config: MeshConfig = MeshConfig(), devices: Sequence[Any] | None =
     shape = (data, config.fsdp, config.expert, config.tensor)
     if math.prod(shape) != len(devices):
         sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
-        raise UsageError(f"mesh: {sizes} is not {len(devices)}, the number of devices")
+        raise UsageError(
+            f"mesh: {sizes} is not {len(devices)}, the number of devices; choose other axes, or "
+            "set cpu_devices, which is that number where there is no accelerator"
+        )
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 

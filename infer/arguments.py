@@ -380,5 +380,18 @@ def _unknown(word: str, cls: type, prog: str) -> str:
 def _one_line(boxed: str) -> str:
     """tyro's box of complaint as one line, without its title and its pointer to the help."""
     plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]|-{4,}", "", boxed).split("For full helptext")[0]
-    _title, *lines = [line.strip() for line in plain.splitlines() if line.strip()]
-    return " ".join(lines)
+    _title, *lines = [line.rstrip() for line in plain.splitlines() if line.strip()]
+    if not lines or "Missing from" not in lines[0]:
+        return " ".join(line.strip() for line in lines)
+    # Each that is missing is as far in as the first, its help below it farther.
+    far_in = " " * (len(lines[1]) - len(lines[1].lstrip()))
+    return "; ".join(map(_missing, re.split(rf"\n{far_in}(?=\S)", "\n".join(lines))[1:]))
+
+
+def _missing(told: str) -> str:
+    """`--out DIR`, and below it its help, as `--out is missing: folder to write`."""
+    label, _, text = told.partition("\n")
+    sentence = " ".join(text.split()).removesuffix("(required)").rstrip(" .")
+    if re.match("[A-Z][a-z ]", sentence):
+        sentence = sentence[0].lower() + sentence[1:]
+    return f"{label.split()[0]} is missing: {sentence}"

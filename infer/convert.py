@@ -229,8 +229,8 @@ class Arguments:
     out: OutputFolder
     """Folder to write: new, or left behind by the same command, which continues or mends it."""
     experts: Literal["bf16", "f32", "fp8", "int8", "int4"] | None = None
-    """How experts are stored and moved; as in the checkpoint unless given. The last three quantise
-    them, in groups of 32 weights: that is another target, and every mode is exact to it."""
+    """How experts are stored and moved; as in the checkpoint unless given. fp8, int8 and
+    int4 quantise them, in groups of 32 weights: another target, to which every mode is exact."""
     json: OutputFile | None = None
     """Write what was done here as JSON; - is standard output."""
 

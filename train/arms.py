@@ -20,8 +20,10 @@ import numpy as np
 from dejax.ckpt.draft_state import load_draft, save_draft
 from dejax.errors import FailedError, UsageError
 from dejax.model import Params
+from dejax.paths import shown
 from dejax.sharding import make_mesh
-from dejax.target import Target, load_target
+from dejax.target import Target, load_target, load_tokenizer, model_folder
+from dejax.target import load_config as load_model_config
 from infer.arguments import Model, OutputFile, OutputFolder, PositiveInt, parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
@@ -209,8 +211,8 @@ def print_arms_table(found: Sequence[dict[str, Any]], steps: int) -> None:
         if mean is None or spread is None:
             return "-"
         scale, digits = (100, 1) if name in (*shares, *alphas) else (1, 3)
-        shown = f"{mean * scale:.{digits}f}"
-        return shown if row["seeds"] == 1 else f"{shown} ({spread * scale:.{digits}f})"
+        told = f"{mean * scale:.{digits}f}"
+        return told if row["seeds"] == 1 else f"{told} ({spread * scale:.{digits}f})"
 
     names = ("kl", *shares, *alphas, *rounds)
     table = [(row["arm"], *(cell(row, name) for name in names)) for row in found]
@@ -232,10 +234,30 @@ def train_ablation(target: Target, name: str, **options: Any) -> dict[str, Any]:
     return {"steps": steps, "rows": rows, "arms": summary(rows)}
 
 
+def check_target(name: str) -> None:
+    """Refuses, before a weight is read, a target that has no draft experts or no text.
+
+    Raises:
+      UsageError: it is dense, or has no tokenizer.
+    """
+    folder = model_folder(name)
+    config = load_model_config(folder)
+    if not config.moe_layers:
+        raise UsageError(
+            f"--target: {shown(folder)} is a dense {config.family}; expected a mixture of experts"
+        )
+    if load_tokenizer(folder) is None:
+        raise UsageError(
+            f"--target: {shown(folder)} has no tokenizer; the arms need one, for the text that "
+            "they are trained and measured on"
+        )
+
+
 def main(argv: list[str]) -> int:
     """Runs `python -m train.arms`."""
     about = "Distill every arm of the ablation of the losses, and measure it."
     args = parse(Arguments, argv, prog="python -m train.arms", description=about)
+    check_target(args.target)
     make_folder(args.out)
     use_cpu_devices(load_config("arm_router").cpu_devices)
     target = load_target(args.target)

@@ -51,11 +51,11 @@ class InitConfig:
     pool: int = 4
 
     def __post_init__(self):
-        if min(self.tokens, self.pool) < 1 or self.ridge <= 0:
-            raise UsageError(
-                f"init: tokens is {self.tokens}, pool {self.pool}, ridge {self.ridge}; expected "
-                "at least 1 token and 1 candidate, and a ridge > 0"
-            )
+        for name in ("tokens", "pool"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"init.{name} is {getattr(self, name)}; expected at least 1")
+        if self.ridge <= 0:
+            raise UsageError(f"init.ridge is {self.ridge}; expected > 0")
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ field `b` of its part `a`, read by the field's annotation.
 """
 
 import dataclasses
+import re
 import traceback
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
 from infer.arguments import choice, did_you_mean, integer, number
 from infer.output import to_plain
+from train.config_types import group_of, short, wrong_types
 
 INSTALLED = Path(__file__).resolve().parent.parent / "configs"
 """The configs that come with dejax: the package beside this one."""
@@ -41,7 +44,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Any:
         if not equals or not key:
             raise UsageError(f"--set {override}: expected KEY=VALUE, such as a.b=3")
         _insert(tree, key, text)
-    return _replace(config, tree, "")
+    return _replace(config, type(config), tree, "")
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -71,21 +74,32 @@ def _execute(path: Path) -> Any:
             raise UsageError("defines no get_config(); expected a function that returns the config")
         config = module.get_config()
     except SyntaxError as error:
-        raise UsageError(
-            f"{error.filename}: line {error.lineno}: not Python: {error.msg}"
-        ) from error
+        line = "" if error.lineno is None else f"line {error.lineno}: "
+        raise UsageError(f"{error.filename or path}: {line}not Python: {error.msg}") from error
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f"{path}: line {lines[-1]}" if lines else f"{path}"
         kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        raise UsageError(f"{where}: {kind}{error}") from error
+        raise UsageError(f"{where}: {_cause(error) or f'{kind}{error}'}") from error
     parameters = getattr(config, "__dataclass_params__", None)
     if parameters is None or isinstance(config, type) or not parameters.frozen:
         raise UsageError(
             f"{path}: get_config() returned {type(config).__name__}; expected a frozen dataclass"
         )
+    if wrong := wrong_types(config):
+        raise UsageError(f"{path}: {wrong}")
     return config
+
+
+def _cause(error: BaseException) -> str:
+    """The values of a wrong type over which a dataclass's own checks fell, or nothing."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        checked = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and dataclasses.is_dataclass(checked):
+            if wrong := wrong_types(checked):
+                return f"{type(checked).__name__}: {wrong}"
+    return ""
 
 
 def _insert(tree: dict[str, Any], key: str, text: str) -> None:
@@ -100,33 +114,63 @@ def _insert(tree: dict[str, Any], key: str, text: str) -> None:
     tree[last] = text
 
 
-def _replace(config: Any, tree: dict[str, Any], prefix: str) -> Any:
-    """`config` with the fields of `tree` replaced, innermost first."""
-    hints = typing.get_type_hints(type(config))
-    names = [field.name for field in dataclasses.fields(config)]
+def _replace(start: Any, kind: type, tree: dict[str, Any], prefix: str) -> Any:
+    """`start`, a `kind`, with the fields of `tree` replaced, innermost first; None is a new one."""
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     changes = {}
     for name, entry in tree.items():
         key = prefix + name
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise UsageError(f"--set {key}: no such key{hint} (known: {', '.join(names)})")
-        current = getattr(config, name)
+        if name not in fields:
+            hint = did_you_mean(name, fields)
+            raise UsageError(f"--set {key}: no such key{hint} (known: {', '.join(fields)})")
         if isinstance(entry, dict):
-            if not dataclasses.is_dataclass(current):
-                raise UsageError(f"--set {key}.{next(iter(entry))}: {key} is {current!r}, no group")
-            changes[name] = _replace(current, entry, f"{key}.")
+            # A default is an attribute of the class.
+            current = getattr(kind if start is None else start, name, None)
+            group = type(current) if dataclasses.is_dataclass(current) else group_of(hints[name])
+            if group is None:
+                first = f"{key}.{next(iter(entry))}"
+                raise UsageError(f"--set {first}: {key} is {short(current)}, no group")
+            changes[name] = _replace(current, group, entry, f"{key}.")
             continue
         try:
             changes[name] = _value(entry, hints[name])
         except ValueError as error:
             raise UsageError(f"--set {key}={entry}: {error}") from None
     if not changes:
-        return config
+        return start
+    needed = [prefix + name for name, f in fields.items() if name not in changes and _is_needed(f)]
+    if start is None and needed:
+        raise UsageError(
+            f"--set {prefix}{next(iter(tree))}: {prefix[:-1]} is None, and a new one needs "
+            f"{', '.join(needed)}; set that too"
+        )
     try:
-        return dataclasses.replace(config, **changes)
+        return (kind if start is None else partial(dataclasses.replace, start))(**changes)
     except ValueError as error:
-        what = " ".join(f"{prefix}{name}={entry}" for name, entry in tree.items())
-        raise UsageError(f"--set {what}: {error}") from error
+        raise UsageError(f"--set{_at_fault(tree, prefix, str(error))}: {error}") from error
+
+
+def _is_needed(field: dataclasses.Field) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _at_fault(tree: dict[str, Any], prefix: str, message: str) -> str:
+    """Those settings that a message names; if none, the only one that there is."""
+    settings = dict(_settings(tree, prefix))
+    words = set(re.findall(r"\w+", message))
+    named = [key for key in settings if key.split(".")[-1] in words]
+    named = named or (list(settings) if len(settings) == 1 else [])
+    return "".join(f" {key}={settings[key]}" for key in named)
+
+
+def _settings(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """(a.b, c) of every `a.b=c` in a tree."""
+    for name, entry in tree.items():
+        if isinstance(entry, dict):
+            yield from _settings(entry, f"{prefix}{name}.")
+        else:
+            yield prefix + name, entry
 
 
 def _value(text: str, hint: Any) -> Any:
@@ -138,8 +182,8 @@ def _value(text: str, hint: Any) -> Any:
         return _value_of_tuple(text, args)
     if origin is Literal:
         return choice(args)(text)
-    if dataclasses.is_dataclass(hint):
-        names = ", ".join(field.name for field in dataclasses.fields(hint))
+    if (group := group_of(hint)) is not None:
+        names = ", ".join(field.name for field in dataclasses.fields(group))
         raise UsageError(f"is a group; set one of its keys: {names}")
     parsers = {bool: _boolean, int: _integer, float: number, str: str, Path: Path}
     if hint not in parsers:

@@ -72,11 +72,10 @@ class DistillConfig:
 
     def __post_init__(self):
         check_sizes(self, "seq_len", "batch_size", "accumulate", "kv_block")
-        if self.ramp_steps < 0 or not 0 <= self.ema < 1:
-            raise UsageError(
-                f"ramp_steps is {self.ramp_steps} and ema {self.ema}; expected ramp_steps 0 or "
-                "more, and ema from 0 to below 1"
-            )
+        if self.ramp_steps < 0:
+            raise UsageError(f"ramp_steps is {self.ramp_steps}; expected 0 or more")
+        if not 0 <= self.ema < 1:
+            raise UsageError(f"ema is {self.ema}; expected from 0 to below 1")
         if self.losses_from and self.losses_from.temperature != self.losses.temperature:
             raise UsageError("losses_from: has another temperature than losses; expected the same")
         check_seed_and_devices(self.seed, self.cpu_devices)

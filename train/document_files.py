@@ -90,11 +90,7 @@ def open_source(name: str, *, text_column: str = "text", cache_dir: Path | None 
 
     def documents() -> Iterator[Document]:
         read = (_file_documents(path, text_column) for path in files)
-        first = next(found := itertools.chain.from_iterable(read), None)
-        if first is None:
-            raise UsageError(f"{shown(name)}: no documents; expected one JSON object a line")
-        yield first
-        yield from found
+        yield from _at_least_one(itertools.chain.from_iterable(read), shown(name))
 
     return Source(hashlib.sha256(repr((stamps, text_column)).encode()).hexdigest(), documents)
 
@@ -125,6 +121,14 @@ def find_files(name: str) -> list[Path]:
     return [existing_file(name, expected)]
 
 
+def _at_least_one(documents: Iterator[Document], where: str) -> Iterator[Document]:
+    first = next(documents, None)
+    if first is None:
+        raise UsageError(f"{where}: holds no documents; expected at least one")
+    yield first
+    yield from documents
+
+
 # --- files -----------------------------------------------------------------------------------
 
 
@@ -136,23 +140,23 @@ def _file_documents(path: Path, text_column: str) -> Iterator[Document]:
                 rows = _parquet_rows(path, text_column)
             else:
                 plain: Any = gzip.open(file) if begin[:2] == b"\x1f\x8b" else file
-                # JSON may hold other separators of lines unescaped: only \n ends one.
-                text = io.TextIOWrapper(plain, "utf-8-sig", newline="\n")
-                rows = _json_rows(stack.enter_context(text), path)
+                rows = _json_rows(stack.enter_context(plain), path)
             for where, row in rows:
                 document = as_document(row, where, text_column)
                 kind = row.get("kind")
                 yield replace(document, kind=kind) if isinstance(kind, str) else document
     except OSError as error:  # gzip's too: a stream that is damaged
         raise UsageError(f"{shown(path)} cannot be read ({reason(error)})") from None
-    except (UnicodeDecodeError, EOFError, zlib.error) as error:
+    except (EOFError, zlib.error) as error:
         raise UsageError(f"{shown(path)} cannot be read as JSON lines ({error})") from None
 
 
-def _json_rows(text: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
+def _json_rows(file: io.BufferedIOBase, path: Path) -> Iterator[tuple[str, Any]]:
     """(where, row) of JSON lines; of one JSON value instead, its list or its `generations`."""
     first = True
-    for number, line in enumerate(text, start=1):
+    # JSON may hold other separators of lines unescaped: of bytes only \n ends one.
+    for number, data in enumerate(file, start=1):
+        line = _decoded(data, path, number)
         if not line.strip():
             continue
         where = f"{shown(path)}: line {number}"
@@ -160,7 +164,8 @@ def _json_rows(text: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             several = first and (line.strip() == "{" or line.lstrip().startswith("["))
-            row = _whole_value(line + text.read()) if several else None
+            rest = _decoded(file.read(), path, number + 1) if several else ""
+            row = _whole_value(line + rest) if several else None
             if row is None:
                 raise UsageError(f"{where} is not JSON ({error})") from None
             row = row if isinstance(row, list) or "generations" in row else [row]
@@ -170,6 +175,18 @@ def _json_rows(text: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{shown(path)}: document {i}", r) for i, r in enumerate(rows, start=1))
         else:
             yield where, row
+
+
+def _decoded(data: bytes, path: Path, line: int) -> str:
+    """UTF-8 as text, from this line of a file on."""
+    try:
+        return data.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line += data.count(b"\n", 0, error.start)
+        raise UsageError(
+            f"{shown(path)}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x}); convert "
+            "the file to UTF-8, as iconv does"
+        ) from None
 
 
 def _whole_value(text: str) -> list[Any] | dict[str, Any] | None:
@@ -228,8 +245,9 @@ def _hub_source(name: str, text_column: str, cache_dir: Path | None) -> Source:
     columns = _columns(dataset.column_names, name, text_column)
 
     def documents() -> Iterator[Document]:
-        for number, row in enumerate(dataset.select_columns(columns), start=1):
-            yield as_document(row, f"{name}: row {number}", text_column)
+        rows = enumerate(dataset.select_columns(columns), start=1)
+        read = (as_document(row, f"{name}: row {number}", text_column) for number, row in rows)
+        yield from _at_least_one(read, name)
 
     return Source(f"{dataset._fingerprint}-{text_column}", documents)
 

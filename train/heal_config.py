@@ -64,16 +64,15 @@ class HealConfig:
         check_sizes(self, "seq_len", "batch_size", "accumulate", "eval_rows")
         if not self.trained:
             raise UsageError("trained is empty; expected routers, down, norms, or all")
-        if not 0 <= self.balance_weight < math.inf or not 0 < self.temperature < math.inf:
-            raise UsageError(
-                f"balance_weight is {self.balance_weight} and temperature {self.temperature}; "
-                "expected balance_weight 0 or more, and temperature above 0"
-            )
-        if self.loop.norms_every or self.loop.simulate_every or self.loop.decode_every:
-            raise UsageError(
-                "loop: norms_every, simulate_every and decode_every are for draft experts; "
-                "expected 0 in a healing"
-            )
+        if not 0 <= self.balance_weight < math.inf:
+            raise UsageError(f"balance_weight is {self.balance_weight}; expected 0 or more")
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"temperature is {self.temperature}; expected > 0")
+        for name in ("norms_every", "simulate_every", "decode_every"):
+            if value := getattr(self.loop, name):
+                raise UsageError(
+                    f"loop.{name} is {value}; expected 0 in a healing: it is for draft experts"
+                )
         check_seed_and_devices(self.seed, self.cpu_devices)
 
 

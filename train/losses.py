@@ -129,9 +129,11 @@ class LossWeights:
     temperature: float = 1.0
 
     def __post_init__(self):
-        weights = (self.logit, self.token, self.residual, self.router)
-        if min(weights) < 0 or max(weights) == 0:
-            raise UsageError(f"losses: weights are {weights}; expected none below 0, not all 0")
+        for term in TERMS:
+            if getattr(self, term) < 0:
+                raise UsageError(f"losses: {term} is {getattr(self, term)}; expected 0 or more")
+        if not any(getattr(self, term) for term in TERMS):
+            raise UsageError(f"losses: {', '.join(TERMS)} are all 0; expected one above 0")
         if self.temperature <= 0:
             raise UsageError(f"losses: temperature is {self.temperature}; expected > 0")
 

@@ -43,8 +43,10 @@ class OptimizerConfig:
             )
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; expected 0 or more")
-        if min(self.warmup_steps, self.decay_steps) < 0:
-            raise UsageError("optimizer: warmup_steps and decay_steps must be 0 or more")
+        for name in ("warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                value = getattr(self, name)
+                raise UsageError(f"optimizer.{name} is {value}; expected 0 or more")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -17,7 +17,7 @@ from dejax.errors import UsageError
 from infer.output import report
 from train.documents import is_token_folder
 from train.encoding import LossOn
-from train.token_cache import TokenizedDocuments, open_documents
+from train.token_cache import TokenizedDocuments, check_vocabulary, open_documents
 
 COUNTS = ("black on green", "black on bright_green")
 """Styles of tokens that count, by turns, so that each is seen to end."""
@@ -45,15 +45,24 @@ def show_mask(
     loss_on: LossOn,
     text_column: str,
     json: Path | None,
+    vocab_size: int | None = None,
 ) -> None:
     """Shows the first `most` documents of a source, and writes them to `json` if that is given.
 
+    Args:
+      vocab_size: tokens that the target has; those of the tokenizer unless given.
+
     Raises:
-      UsageError: as `open_documents`; a mask that is the same everywhere is shown, not refused.
+      UsageError: as `open_documents`, or a token is beyond the vocabulary; a mask that is the same
+        everywhere is shown, not refused.
     """
     if is_token_folder(name):
         raise UsageError(f"{name}: holds token arrays, of which every token counts; give documents")
     documents = open_documents(name, tokenizer, loss_on=loss_on, text_column=text_column)
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = len(tokenizer)
+    if vocab_size is not None:
+        check_vocabulary(name, documents, vocab_size)
     shown = shown_documents(documents, tokenizer, most)
     report(json, {"documents": shown}, lambda: print_mask(shown, documents))
 

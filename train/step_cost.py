@@ -33,7 +33,7 @@ from infer.arguments import Model, OutputFile, PositiveInt, parse
 from infer.console import print_table, progress, say
 from infer.output import report
 from train.devices import use_cpu_devices
-from train.distill_config import DistillConfig, draft_config
+from train.distill_config import DistillConfig, check_rows, draft_config
 from train.distill_plan import abstract_batch, abstract_step
 from train.distill_step import Remat, compare_vocabulary, paired_forward
 from train.flops import step_flops
@@ -81,9 +81,14 @@ def cut(model: ModelConfig, layers: int) -> ModelConfig:
     Raises:
       UsageError: none of them has routed experts.
     """
-    short = replace(model, num_layers=layers)
+    if not model.moe_layers:
+        raise UsageError(f"--model is a dense {model.family}; expected a mixture of experts")
+    short, first = replace(model, num_layers=layers), model.moe_layers[0]
     if not short.moe_layers:
-        raise UsageError(f"the first {layers} layers have no routed experts; give more --layers")
+        raise UsageError(
+            f"--layers is {layers}; expected at least {first + 1}: the first {first} layers of the "
+            "model have no routed experts"
+        )
     return short
 
 
@@ -238,7 +243,13 @@ def main(argv: list[str]) -> int:
     whole = load_config(model_folder(args.model))
     model = cut(whole, min(args.layers, whole.num_layers))
     if args.tokens % args.seq_len:
-        raise UsageError(f"--tokens is {args.tokens}; expected a multiple of --seq-len")
+        raise UsageError(
+            f"--tokens is {args.tokens}; expected a multiple of --seq-len, {args.seq_len}"
+        )
+    if args.seq_len > model.context:
+        raise UsageError(
+            f"--seq-len is {args.seq_len}; expected at most the model's context, {model.context}"
+        )
     config = DistillConfig(
         draft=DraftConfig(width=model.moe.expert_width),
         seq_len=args.seq_len,
@@ -247,10 +258,13 @@ def main(argv: list[str]) -> int:
         compute=args.dtype,
         remat=args.remat,
     )
+    mesh = make_mesh(config.mesh)
+    check_rows(config, model, mesh)
     say("compiling at each depth")
     with _nothing_cached():
-        mesh = make_mesh(config.mesh)
-        compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in DEPTHS]
+        # A model may begin with more dense layers than the least depth has.
+        depths = [max(depth, whole.moe_layers[0] + 1) for depth in DEPTHS]
+        compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in depths]
     say(f"{model.num_layers} layers with random weights")
     result = {"model": str(args.model), "layers": model.num_layers, "tokens": args.tokens}
     result |= step_cost(model, config, repeats=args.repeats) | {"compile": compiled}

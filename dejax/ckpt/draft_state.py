@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from dejax.ckpt.tensor_files import read_json
+from dejax.ckpt.tensor_files import bad_tensors, read_json
 from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, DraftExpert, random_draft
 from dejax.errors import FailedError, UsageError
@@ -29,7 +29,6 @@ from dejax.paths import existing_folder, kind_of, shown
 SCHEMA = 1
 WEIGHTS_FILE = "adapter.safetensors"
 CONFIG_FILE = "adapter_config.json"
-_SHOWN = 12  # problems listed before "and N more"
 
 
 @runtime_checkable
@@ -251,9 +250,7 @@ def _check_tensors(
         elif not np.isfinite(tensors[name].astype(np.float32)).all():
             problems.append(f"{name}: not finite")
     if problems:
-        shown = "; ".join(sorted(problems)[:_SHOWN])
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise UsageError(f"{folder}: {len(problems)} bad tensors: {shown}{more}")
+        raise UsageError(f"{folder}: {bad_tensors(problems)}")
 
 
 def resolve_draft(spec: str, target: Bound) -> Draft:

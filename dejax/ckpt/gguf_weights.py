@@ -15,6 +15,7 @@ from flax import nnx
 
 from dejax import families
 from dejax.ckpt.hf_weights import abstract_model, array_paths, resident_keys
+from dejax.ckpt.tensor_files import bad_tensors
 from dejax.config import GQAConfig, ModelConfig
 from dejax.errors import UsageError
 from dejax.model import Transformer
@@ -37,7 +38,6 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
-_SHOWN = 12
 
 
 class GGUFFile:
@@ -174,9 +174,7 @@ class GGUFFile:
             if found != shapes[path]:
                 problems.append(f"{name}: shape {list(found)}, expected {list(shapes[path])}")
         if problems:
-            shown = "; ".join(sorted(problems)[:_SHOWN])
-            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            raise UsageError(f"{self.path}: {len(problems)} bad tensors: {shown}{more}")
+            raise UsageError(f"{self.path}: {bad_tensors(problems)}")
 
     def _numbers(self, name: str) -> np.ndarray:
         """A tensor in float32."""

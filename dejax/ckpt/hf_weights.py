@@ -25,6 +25,7 @@ from dejax.block_scaled import FP8, tiles
 from dejax.ckpt.tensor_files import (
     SINGLE_FILE,
     TensorEntry,
+    bad_tensors,
     equal_tensors,
     list_tensors,
     read_json,
@@ -54,7 +55,6 @@ __all__ = [
 
 _EMBEDDING_KEY = "model.embed_tokens.weight"
 _HEAD_KEY = "lm_head.weight"
-_SHOWN = 12  # problems listed before "and N more"
 
 
 @functools.lru_cache(maxsize=4)  # tracing a deep model takes seconds, and loading asks twice
@@ -151,19 +151,19 @@ class _Taker:
             self.problems.append(f"{key}: bytes, expected numbers")
         return entry
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, ignored: tuple[str, ...] = (), cause: str = "") -> None:
         """Raises UsageError with every problem, the keys nobody took included.
 
-        Keys that begin with one of `ignored` are no part of the target.
+        Keys that begin with one of `ignored` are no part of the target; `cause` is what a message
+        tells before the tensors.
         """
         # The reference writes empty tensors for shared experts of width 0: they hold nothing.
         left = (key for key in self.left if not key.startswith(ignored))
         unknown = [key for key in left if self.entries[key].size]
         problems = self.problems + [f"{key}: unknown" for key in unknown]
         if problems:
-            shown = "; ".join(sorted(problems)[:_SHOWN])
-            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            raise UsageError(f"{self.folder}: {len(problems)} bad tensors: {shown}{more}")
+            told = "; ".join(filter(None, [cause, bad_tensors(problems)]))
+            raise UsageError(f"{self.folder}: {told}")
 
 
 def _take_experts(
@@ -209,6 +209,15 @@ def _take_tied_head(taker: _Taker) -> None:
         )
 
 
+def _other_experts(config: ModelConfig, resident: dict[str, TensorEntry]) -> str:
+    """Tells where all routers have rows for another number of experts than configured."""
+    routers = [entry for path, entry in resident.items() if path.endswith("router.weight")]
+    rows, count = {entry.shape[:1] for entry in routers}, config.moe.num_experts
+    if len(rows) != 1 or (count,) in rows or () in rows:
+        return ""
+    return f"the files have {rows.pop()[0]} experts, config.json says {count}"
+
+
 def plan_checkpoint(
     folder: Path, config: ModelConfig, *, resident_only: bool = False
 ) -> CheckpointPlan:
@@ -231,7 +240,8 @@ def plan_checkpoint(
     if config.tied:
         _take_tied_head(taker)
     ignored = getattr(family_of(config.family), "ignored", None)
-    taker.finish(ignored(config) if ignored else ())
+    cause = _other_experts(config, resident) if config.moe_layers else ""
+    taker.finish(ignored(config) if ignored else (), cause)
     return CheckpointPlan(config, resident, experts, forms)
 
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,20 @@ PLAIN_DTYPES = "BF16, F16, F32, F64"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+_MOST_LISTED, _FIRST = 6, 3  # bad tensors: so many are listed whole, of more the first
+
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CHUNK = 1 << 22  # elements read at a time
+
+
+def bad_tensors(problems: Collection[str]) -> str:
+    """`2 bad tensors: A: missing; B: unknown`; of many the first few."""
+    listed = sorted(problems)
+    more = ""
+    if len(listed) > _MOST_LISTED:
+        more = f"; and {len(listed) - _FIRST} more"
+        listed = listed[:_FIRST]
+    return f"{len(problems)} bad tensors: {'; '.join(listed)}{more}"
 
 
 @dataclass(frozen=True)

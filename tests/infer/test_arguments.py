@@ -84,8 +84,8 @@ def test_every_kind_of_field():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "Missing from dejax verb: MODEL A Hugging Face folder. (required) --out PATH "),
-        (["tiny"], "Missing from dejax verb: --out PATH Where the result goes. (required) (see `"),
+        ([], "MODEL is missing: a Hugging Face folder; --out is missing: where the result goes ("),
+        (["tiny"], "--out is missing: where the result goes (see `dejax verb --help`)"),
         (["tiny", "--ot=x"], "unknown option --ot; did you mean '--out'?"),
         (["--mde", "ar"], "unknown option --mde; did you mean '--mode'?"),
         (["tiny", "--out"], "Missing value for argument '--out'."),

@@ -5,7 +5,10 @@ import json
 
 import pytest
 
+from dejax.errors import UsageError
 from dejax.target import load_target
+from tests.train.dense_model import write_dense
+from tests.train.small_model import write_model
 from train import arms, distill_measures
 from train.closed_form import InitConfig
 from train.config_files import load_config
@@ -36,6 +39,25 @@ def test_the_table_has_what_was_measured(capsys):
     arms.print_arms_table(arms.summary(rows), 7)
     shown = capsys.readouterr().out
     assert "76.5 (3.0)" in shown and "62.5" in shown and "0.250" in shown and "7 steps" in shown
+
+
+def test_a_target_that_has_no_arms_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(arms, "load_target", never)
+    dense, silent = write_dense(tmp_path / "dense"), write_model(tmp_path / "silent")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (silent / name).unlink(missing_ok=True)
+    told = {
+        dense: "is a dense llama; expected a mixture of experts",
+        silent: "has no tokenizer; the arms need one, for the text that they are trained and",
+    }
+    for folder, message in told.items():
+        with pytest.raises(UsageError) as raised:
+            arms.main(["--target", str(folder), "--out", str(tmp_path / "out")])
+        assert str(raised.value).startswith(f"--target: {folder} {message}")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture

@@ -171,9 +171,16 @@ def test_mean_of_the_left_out_output(teacher, batches):
     assert (nothing_left == 0).all()
 
 
-@pytest.mark.parametrize("fields", [dict(tokens=0), dict(pool=0), dict(ridge=0.0)])
-def test_bad_settings_are_refused(fields):
-    with pytest.raises(UsageError, match="init: tokens is"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(tokens=0), "^init.tokens is 0; expected at least 1$"),
+        (dict(pool=0), "^init.pool is 0; expected at least 1$"),
+        (dict(ridge=0.0), "^init.ridge is 0.0; expected > 0$"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(fields, message):
+    with pytest.raises(UsageError, match=message):
         InitConfig(**fields)
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dejax.config import DraftConfig
 from dejax.errors import UsageError
 from train import config_files
 from train.config_files import load_config, to_json
+from train.losses import LossWeights
 
 CONFIG = '''
 """An experiment."""
@@ -26,6 +28,11 @@ class Optimizer:
             raise ValueError("a rate above 1 needs clip")
 
 @dataclass(frozen=True)
+class Sized:
+    width: int
+    depth: int = 1
+
+@dataclass(frozen=True)
 class Config:
     steps: int = 100
     name: str = "tiny"
@@ -36,6 +43,7 @@ class Config:
     out: Path = Path("runs")
     warmup: int | str = "auto"
     spare: Optimizer | None = None
+    sized: Sized | None = None
     table: dict[str, int] = field(default_factory=dict)
     optimizer: Optimizer = Optimizer()
 
@@ -71,6 +79,9 @@ def path(tmp_path) -> str:
         ("optimizer.betas=0.8,0.9", (0.8, 0.9)),
         ("optimizer.clip=1", 1.0),
         ("optimizer.clip=None", None),
+        ("spare.rate=0.5", 0.5),
+        ("spare.betas=0.8,0.9", (0.8, 0.9)),
+        ("sized.width=3", 3),
     ],
 )
 def test_overrides_by_type(path, override, value):
@@ -106,7 +117,16 @@ def test_overrides_are_checked_together_and_the_last_counts(path):
         (["kind=mlp"], "--set kind=mlp: 'mlp' is not one of mla, gqa; did you mean 'mla'?"),
         (["optimizer=1"], "--set optimizer=1: is a group; set one of its keys: rate, betas, clip"),
         (["steps.x=1"], "--set steps.x: steps is 100, no group"),
-        (["spare.rate=1"], "--set spare.rate: spare is None, no group"),
+        (
+            ["spare=1"],
+            "spare=1: is a group; set one of its keys: rate, betas, clip (or none)",
+        ),
+        (["spare.rte=1"], "--set spare.rte: no such key; did you mean 'rate'?"),
+        (["spare.rate=2"], "--set spare.rate=2: a rate above 1 needs clip"),
+        (
+            ["sized.depth=2"],
+            "--set sized.depth: sized is None, and a new one needs sized.width; set that too",
+        ),
         (["optimizer.rate=1", "optimizer=1"], "parts of optimizer have been set already"),
         (["optimizer=1", "optimizer.rate=1"], "optimizer has been set as a whole already"),
         (["table=1"], "cannot be given as text; edit the config file"),
@@ -120,9 +140,39 @@ def test_bad_overrides_are_one_line(path, overrides, message):
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["draft.width=8", "loop.steps=3", "cpu_devices=0"], "cpu_devices=0: cpu_devices is 0; e"),
+        (["ema=1", "ramp_steps=3"], "ema=1: ema is 1.0; expected from 0 to below 1"),
+        (["ema=0.5", "ramp_steps=-1"], "ramp_steps=-1: ramp_steps is -1; expected 0 or more"),
+        (
+            ["optimizer.b1=0.5", "optimizer.decay_steps=-1"],
+            "optimizer.decay_steps=-1: optimizer.decay_steps is -1; expected 0 or more",
+        ),
+        (
+            ["losses_from.temperature=2", "seed=2"],
+            "losses_from.temperature=2: losses_from: has another temperature than losses",
+        ),
+    ],
+)
+def test_only_the_setting_at_fault_is_told(settings, message):
+    with pytest.raises(UsageError) as raised:
+        load_config("distill_tiny", settings)
+    assert str(raised.value).startswith(f"--set {message}")
+
+
+def test_a_group_that_is_none_starts_from_its_defaults():
+    settings = ["losses_from.residual=0", "ramp_steps=2", "draft.width=8"]
+    config = load_config("distill_tiny", settings)
+    assert config.losses_from == LossWeights(residual=0.0)
+    assert config.draft == DraftConfig(width=8)
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("x = (", ": line 1: not Python: "),
+        ("x = 1\0", "experiment.py: not Python: source code string cannot contain null bytes"),
         ("\nimport no_such_module", ": line 2: ModuleNotFoundError: No module named 'no_such_mod"),
         ("x = 1", ": defines no get_config(); expected a function"),
         ("def get_config():\n    return 1", ": get_config() returned int; expected a frozen datac"),

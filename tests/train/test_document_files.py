@@ -7,6 +7,7 @@ import os
 import datasets
 import pytest
 from datasets.exceptions import DatasetNotFoundError
+from pyarrow import parquet
 
 from dejax.errors import FailedError, UsageError
 from tests.train.document_cases import CHAT, GENERATION, PAIR, TEXT, TURNS, filled, write
@@ -97,12 +98,14 @@ def test_the_documents_that_come_with_dejax_are_documents():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no documents; expected one JSON object a line"),
+        (b"", "d.jsonl: holds no documents; expected at least one"),
         (b"[]", "no documents"),
         (b"{\n", "line 1 is not JSON"),
         (b'[{"text": "a"},\n{"text"', "line 1 is not JSON"),
         (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
-        (b"\xff\xfe", "cannot be read as JSON lines"),
+        (b"\xff\xfe", r"line 1 is not UTF-8 \(byte 0xff\); convert the file to UTF-8"),
+        (b'{"text": "a"}\n\n{"text": "caf\xe9"}\n', r"line 3 is not UTF-8 \(byte 0xe9\); convert"),
+        (b'[\n{"text": "a"},\n{"text": "caf\xe9"}]', r"line 3 is not UTF-8 \(byte 0xe9\); convert"),
         (b'{"text": "a"}\n\n3', "line 3 is no document; expected an object with text; messages"),
         (b'{"tex": 1, "b": 2}', "line 1 is no document: has the columns tex, b; expected text;"),
         (b'{"text": null}', r"line 1 is no document: has the columns \(none\)"),
@@ -133,6 +136,14 @@ def test_parquet_without_the_columns_is_told_its_own(tmp_path):
         read(path)
 
 
+def test_parquet_without_rows_is_told_to_have_none(tmp_path):
+    table = parquet.read_table(write(tmp_path / "d.parquet", [TEXT]))
+    parquet.write_table(table.slice(0, 0), tmp_path / "d.parquet")
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path / "d.parquet")
+    assert str(raised.value).endswith("d.parquet: holds no documents; expected at least one")
+
+
 def test_what_is_not_there_or_damaged(tmp_path):
     with pytest.raises(UsageError, match="nowhere.jsonl does not exist; expected documents"):
         find_files(str(tmp_path / "nowhere.jsonl"))
@@ -144,10 +155,13 @@ def test_what_is_not_there_or_damaged(tmp_path):
     with pytest.raises(UsageError, match="is a pipe or a device; expected a file"):
         find_files(str(tmp_path / "pipe"))
     whole = write(tmp_path / "d.jsonl.gz", [TEXT]).read_bytes()
-    for damaged in (whole[:-4], whole[:14] + b"\xff\xff" + whole[16:], gzip.compress(b"\xff")):
+    for damaged in (whole[:-4], whole[:14] + b"\xff\xff" + whole[16:]):
         (tmp_path / "d.jsonl.gz").write_bytes(damaged)
         with pytest.raises(UsageError, match="d.jsonl.gz cannot be read"):
             read(tmp_path / "d.jsonl.gz")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b"\xff"))
+    with pytest.raises(UsageError, match="d.jsonl.gz: line 1 is not UTF-8"):
+        read(tmp_path / "d.jsonl.gz")
     whole = write(tmp_path / "d.parquet", [TEXT]).read_bytes()
     (tmp_path / "d.parquet").write_bytes(whole[:-20])
     with pytest.raises(UsageError, match="d.parquet cannot be read as Parquet"):
@@ -206,6 +220,13 @@ def test_what_cannot_be_fetched_is_one_line(monkeypatch, failure, kind, message)
 def test_what_is_no_name_of_the_hub(name):
     with pytest.raises(UsageError, match="expected hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG"):
         open_source(name)
+
+
+def test_an_empty_split_of_the_hub_is_told(monkeypatch):
+    rows = datasets.Dataset.from_list([TEXT]).select([])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    with pytest.raises(UsageError, match="^hub:a: holds no documents; expected at least one$"):
+        read("hub:a")
 
 
 def test_the_hubs_columns_are_told(monkeypatch):

@@ -171,8 +171,11 @@ def test_a_mean_over_nothing_is_zero_and_small_counts_are_counts():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(logit=-1.0), "none below 0"),
-        (dict(logit=0.0, token=0.0, residual=0.0, router=0.0), "not all 0"),
+        (dict(logit=-1.0, token=2.0), "^losses: logit is -1.0; expected 0 or more$"),
+        (
+            dict(logit=0.0, token=0.0, residual=0.0, router=0.0),
+            "router are all 0; expected one a",
+        ),
         (dict(temperature=0.0), "temperature is 0.0; expected > 0"),
     ],
 )

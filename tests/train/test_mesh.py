@@ -103,6 +103,10 @@ def test_a_batch_that_a_mesh_does_not_divide_is_refused(changes, axes, message):
 def test_a_mesh_takes_exactly_the_devices_there_are():
     with pytest.raises(UsageError, match="data 2 x fsdp 1 x expert 1 x tensor 1 is not 1, the num"):
         make_mesh(MeshConfig(data=2))
-    with pytest.raises(UsageError, match="expected data 0 or more, the others at least 1"):
-        MeshConfig(fsdp=0)
+    with pytest.raises(UsageError, match="set cpu_devices, which is that number where there is no"):
+        make_mesh(MeshConfig(fsdp=3))
+    with pytest.raises(UsageError, match="^mesh.fsdp is 0; expected 1 or more$"):
+        MeshConfig(data=0, fsdp=0)
+    with pytest.raises(UsageError, match="^mesh.data is -1; expected 0 or more$"):
+        MeshConfig(data=-1)
     assert own_rows(make_mesh(), 8) == range(8)

@@ -7,7 +7,7 @@ import pytest
 
 from dejax.errors import UsageError
 from tests.train.document_cases import CHAT, GENERATION, TEXT, marked_tokenizer, write
-from tests.train.small_model import write_model
+from tests.train.small_model import VOCAB, write_model
 from train import distill as program
 from train.show_mask import show_mask
 
@@ -64,6 +64,18 @@ def test_a_mask_of_nothing_is_shown(tmp_path, capsys):
 def test_the_first_token_of_a_document_is_no_target(tmp_path, capsys):
     show(write(tmp_path / "d.jsonl", [GENERATION | {"prompt_tokens": []}]))
     assert "document 1: 1 of 2 tokens count" in capsys.readouterr().out
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, capsys):
+    path = write(tmp_path / "d.jsonl", [GENERATION | {"tokens": [7, 999999]}])
+    options = dict(most=1, loss_on="all", text_column="text", json=None)
+    told = "has token 999999, and the target's vocabulary has {} tokens"
+    for size in (VOCAB, 1024):
+        sizes = {} if size == VOCAB else {"vocab_size": size}
+        with pytest.raises(UsageError, match=told.format(size)):
+            show_mask(str(path), marked_tokenizer(), **options, **sizes)
+    show_mask(str(path), None, **options, vocab_size=10**6)  # as far as it reaches
+    assert "document 1: 3 of 4 tokens count" in capsys.readouterr().out
 
 
 def test_token_arrays_have_nothing_to_show(tmp_path):
