@@ -27,6 +27,7 @@ from dejax.target import load_config as load_model_config
 from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table
 from infer.output import check_output_folder, check_room, make_folder, report
+from train.checkpoints import check_resume
 from train.closed_form import fit_draft
 from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
@@ -45,7 +46,7 @@ from train.gradient_step import DistillState, make_step, make_term_norms
 from train.heal import LESS_MEMORY, plan_healing, run_healing, show_result
 from train.heal_config import HealConfig, check_models
 from train.kv_mix import draw_blocks
-from train.loop import Measure, Metrics, Resume, check_resume, run
+from train.loop import Measure, Metrics, Resume, run
 from train.optimizer import make_optimizer
 from train.show_mask import show_mask
 from train.teacher import Teacher, as_teacher, load_teacher

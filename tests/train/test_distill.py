@@ -19,10 +19,11 @@ from tests.infer.random_target import random_target
 from tests.train.rows import random_batch
 from tests.train.small_model import write_documents, write_model
 from train import distill as program
+from train.checkpoints import checkpointer
 from train.closed_form import InitConfig
 from train.distill import DistillConfig, distill, draft_config, initial_draft
 from train.evaluate import teacher_forced
-from train.loop import LoopConfig, checkpointer
+from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.teacher import as_teacher
 
