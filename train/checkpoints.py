@@ -90,13 +90,13 @@ def _damage_told(path: Path) -> Iterator[None]:
 
 
 def check_resume(
-    workdir: Path, run_info: dict[str, Any], *, resume: bool, steps: int
+    workdir: Path, run_info: dict[str, Any], *, resume: bool, steps: int, tell: bool = True
 ) -> int | None:
     """The step of the newest checkpoint in `workdir`, if this run can continue from it.
 
     Args:
       run_info: as given to `run`.
-      resume: whether it is wanted; steps: of the whole run.
+      resume: whether it is wanted; steps: of the whole run; tell: say from where the run goes on.
 
     Returns:
       None where there is no checkpoint.
@@ -133,7 +133,8 @@ def check_resume(
         )
     told = [change for name, change in changes if _may_change(name)]
     what = f"resuming from step {step} of {steps}" if step < steps else f"all {steps} steps done"
-    say(f"{workdir}: {what}{'; changed: ' if told else ''}{', '.join(told)}")
+    if tell:
+        say(f"{workdir}: {what}{'; changed: ' if told else ''}{', '.join(told)}")
     return step
 
 
