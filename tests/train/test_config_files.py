@@ -159,6 +159,8 @@ def test_only_the_setting_at_fault_is_told(settings, message):
     with pytest.raises(UsageError) as raised:
         load_config("distill_tiny", settings)
     assert str(raised.value).startswith(f"--set {message}")
+    with pytest.raises(UsageError, match="^--set temperature=0: temperature is 0.0; expected > 0$"):
+        load_config("heal_smol", ["temperature=0", "balance_weight=1"])
 
 
 def test_a_group_that_is_none_starts_from_its_defaults():

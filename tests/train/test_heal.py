@@ -383,7 +383,6 @@ def test_models_that_do_not_fit_are_refused(file, folders, capsys, tmp_path):
     assert "'bias' is not one of routers, down, norms, all" in bad("trained=bias")
     assert "trained is empty" in bad("trained=()")
     assert "balance_weight is -1.0; expected 0 or more" in bad("balance_weight=-1")
-    assert "temperature is 0.0; expected > 0" in bad("temperature=0")
     assert "loop.norms_every is 2; expected 0 in a healing" in bad("loop.norms_every=2")
     assert "batch_size is 3; expected a multiple of 2" in bad("batch_size=3", "accumulate=2")
 
