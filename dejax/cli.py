@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         # A full disk or a lost permission is the machine's; without a file it is a defect.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = "" if error.filename is None else f"{shown(os.fsdecode(error.filename))}: "
-            _say("error", f"{where}no space left on the device; what was written before is there")
+            _say("error", f"{where}no space left on device")
             return FailedError.exit_status
         if error.filename is None or error.strerror is None:
             raise

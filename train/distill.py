@@ -266,6 +266,7 @@ def main(argv: list[str]) -> int:
             most=args.show_mask,
             loss_on=config.loss_on,
             text_column=config.text_column,
+            vocab_size=load_model_config(model_folder(config.target)).vocab_size,
             json=args.json,
         )
         return 0

@@ -51,9 +51,11 @@ class LoopConfig:
     def __post_init__(self):
         if self.steps < 1:
             raise UsageError(f"loop.steps is {self.steps}; expected 1 or more")
-        measured = (self.eval_every, self.norms_every, self.simulate_every, self.decode_every)
-        if min(self.save_every, *measured) < 0 or self.log_every < 1:
-            raise UsageError("loop: intervals must be 0 or more, and log_every at least 1")
+        for name in ("eval", "norms", "simulate", "decode", "save"):
+            if (every := getattr(self, f"{name}_every")) < 0:
+                raise UsageError(f"loop.{name}_every is {every}; expected 0 (never) or more")
+        if self.log_every < 1:
+            raise UsageError(f"loop.log_every is {self.log_every}; expected 1 or more")
         if self.keep < 1:
             raise UsageError(f"loop.keep is {self.keep}; expected 1 or more")
 

@@ -104,7 +104,5 @@ def test_a_full_disk_is_told_by_the_metrics(tmp_path, monkeypatch):
 def test_a_full_disk_is_told_by_a_save(workdir, monkeypatch):
     shutil.rmtree(workdir / "checkpoints" / "8")
     monkeypatch.setattr(ocp.training.Checkpointer, "save_async", full)
-    with pytest.raises(
-        FailedError, match=r"no space left on the device\); last good checkpoint: 6"
-    ):
+    with pytest.raises(FailedError, match=r"no space left on device\); last good checkpoint: 6"):
         toy_run(workdir)
