@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers import Regex
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 SIZE = 320
@@ -13,6 +13,28 @@ TEXT = [
     "other words: then, there, them; 2024 was 100 years; a  b   c\n\t\td",
     "Grüße aus Köln, 東京 and नमस्ते 😀 ...!!! ---",
 ] * 3
+# As in the releases' tokenizer.json.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
 SPECIAL = ["<unk>", "<s>", "</s>", "<|pad|>"]
 
 
@@ -52,19 +74,16 @@ def byte_level(pre_tokenizer: Any) -> PreTrainedTokenizerFast:
 
 def sentencepiece() -> PreTrainedTokenizerFast:
     """BPE of characters with bytes for what it lacks, spaces as U+2581, and <s> first."""
-    from tokenizers.processors import TemplateProcessing
-
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     ascii_text = [text.encode("ascii", "ignore").decode() for text in TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=SIZE - 256 + 40,
+        vocab_size=SIZE + 30,
         special_tokens=SPECIAL[:3] + [f"<0x{i:02X}>" for i in range(256)],
         show_progress=False,
     )
-    trainer.vocab_size = SIZE + 30
     backend.train_from_iterator(ascii_text, trainer)
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(

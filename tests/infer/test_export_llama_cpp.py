@@ -1,0 +1,254 @@
+"""GGUF files in llama.cpp itself: it computes what dejax computes, or the export has said not."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import dejax.target
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.config import DraftConfig
+from dejax.draft.expert import Draft, random_draft
+from dejax.draft.path import draft_experts
+from dejax.export.gguf import export_adapter, export_draft_model, export_target
+from dejax.model import layer_full
+from dejax.target import BUILT_IN, Target, load_target, read_outline
+from tests.families.configurations import raw_config, yarn
+from tests.families.random_folder import write_folder
+from tests.infer import small_tokenizer
+from tests.infer.llama_cpp import Refused, ask
+
+pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 5e-4
+IDS = np.random.default_rng(1).integers(4, 256, 40).tolist()
+TRUNCATED = dict(rope_parameters=yarn(truncate=True, rope_theta=150000.0))
+WHOLE = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0)
+
+EQUAL = {
+    "lite": ("lite", {}),
+    "lite of 27 layers": ("lite", dict(num_hidden_layers=27)),
+    "no-yarn-all-moe": ("no-yarn-all-moe", {}),
+    "v3": ("v3", {}),
+    "v3, half-split rotation": ("v3-half-split", dict(attention_bias=False)),
+    "moonlight": ("moonlight", {}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "qwen3-moe, YaRN": ("qwen3-moe", dict(rope_parameters=yarn(attention_factor=1.3))),
+    "olmoe": ("olmoe", {}),
+    "olmoe, tied": ("olmoe", dict(tie_word_embeddings=True)),
+    "mixtral": ("mixtral", {}),
+    "gpt-oss, truncate true": ("gpt-oss", TRUNCATED),
+    "glm4-moe": ("glm4-moe", {}),
+    "glm4-moe-groups": ("glm4-moe-groups", {}),
+    "glm4-moe, all rotated": (
+        "glm4-moe",
+        dict(use_qk_norm=False, attention_bias=False, rope_parameters=WHOLE),
+    ),
+    "llama": ("llama", {}),
+    "llama-biases": ("llama-biases", {}),
+    "qwen3": ("qwen3", {}),
+}
+"""Name -> configuration and changes, which llama.cpp computes as the reference does."""
+UNEQUAL = {
+    "full": ("full", {}, "ranked by their best two experts"),
+    "two mscales": ("lite", dict(rope_parameters=yarn(1.0, 0.5)), "mscale is taken to be equal"),
+    "qwen3-moe": ("qwen3-moe", dict(norm_topk_prob=False), "gates are always renormalised"),
+    "olmoe": ("olmoe", dict(norm_topk_prob=True), "gates are never renormalised"),
+    "olmoe, clip": ("olmoe", dict(clip_qkv=0.8), "not clipped"),
+    "mixtral-window": ("mixtral-window", {}, "there is no window"),
+    "gpt-oss": ("gpt-oss", {}, "YaRN's range is rounded"),
+    "gpt-oss, windows": (
+        "gpt-oss",
+        dict(TRUNCATED, layer_types=["full_attention", "sliding_attention"] * 2),
+        "layers 0, 2, 4",
+    ),
+    "gpt-oss, activation": ("gpt-oss", dict(TRUNCATED, swiglu_limit=1.0), "limit 7"),
+}
+"""Name -> configuration, changes, and what the export says llama.cpp does instead."""
+
+
+def small_model(folder: Path, name: str, more: dict) -> Path:
+    write_folder(folder, raw_config(name, vocab_size=small_tokenizer.SIZE, **more))
+    return small_tokenizer.add_to(folder, small_tokenizer.byte_level(small_tokenizer.smollm()))
+
+
+def logprobs(logits) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1), np.float64)
+
+
+def kl(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
+
+
+def both(folder: Path, out: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Log-probabilities after every prefix, ours and llama.cpp's, and what the export warns of."""
+    export = export_target(folder, read_outline(folder), "f32")
+    export.write(out)
+    theirs = ask(out, x={"logprobs": IDS})["x"]
+    return logprobs(load_target(folder)([IDS])[0]), theirs, export.warnings
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_llama_cpp_computes_the_same(case, tmp_path):
+    ours, theirs, warnings = both(small_model(tmp_path / "m", *EQUAL[case]), tmp_path / "m.gguf")
+    assert np.abs(ours - theirs).max() < TOLERANCE
+    np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
+    assert len(warnings) == (case == "moonlight")  # one eps for all norms: within the tolerance
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_where_llama_cpp_differs_the_export_says_so(case, tmp_path):
+    name, more, message = UNEQUAL[case]
+    ours, theirs, warnings = both(small_model(tmp_path / "m", name, more), tmp_path / "m.gguf")
+    assert len(warnings) == 1 and message in warnings[0]
+    assert np.abs(ours - theirs).max() > 10 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Target:
+    return load_target("tiny")
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    export_target("tiny", read_outline("tiny"), "f32").write(out)
+    return out
+
+
+def prompts() -> list[str]:
+    lines = (BUILT_IN.parent / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+ODD = [
+    "a",
+    " a  b   c\t\td\n\n\ne \n f",
+    "1 12 123 1234567890 3.14 1,000 0x1F",
+    "isn't we'Ve HE'S 'tis l'été d'",
+    "Grüße, Ελληνικά, кириллица, 東京タワー, 한국어, नमस्ते, עברית",
+    "😀👩‍👩‍👧‍👦🇩🇪 é ﬁ \u00a0\u2003 ½",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "def f(x):\n\treturn x**2 + [i for i in range(10)][-1]  # !?",
+]
+
+
+def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_file):
+    texts = [*prompts(), *ODD]
+    texts += [text[: len(text) // 2] for text in texts] + [" " + text[::-1] for text in texts]
+    texts = [text for text in texts if text][:400]
+    assert len(texts) >= 100
+    messages = [{"role": "user", "content": "What is 7 + 5?"}]
+    prompt = tiny.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    ids = tiny.tokenizer.encode(prompt)
+    answers = ask(
+        tiny_file,
+        tokens={"tokenize": texts},
+        chat={"chat": messages},
+        greedy={"greedy": ids, "count": 64},
+    )
+    assert answers["chat"] == prompt
+    assert answers["tokens"] == [tiny.tokenizer.encode(text) for text in texts]
+    assert len(answers["greedy"]) == 64
+    # Each of our own choices, given theirs before it, is theirs: so are the sequences.
+    whole = ids + answers["greedy"]
+    best = np.asarray(tiny([whole[:-1]])[0]).argmax(-1)
+    assert best[len(ids) - 1 :].tolist() == answers["greedy"]
+
+
+def text_of(tiny: Target) -> list[int]:
+    return tiny.tokenizer.encode(" ".join(prompts()))[:40]
+
+
+LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 5e-3, "q4_0": 0.2}
+"""KL in nats of `tiny` as stored, on text."""
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_quantised_tiny_stays_near(dtype, tiny, tmp_path):
+    ids = text_of(tiny)
+    export_target("tiny", read_outline("tiny"), dtype).write(tmp_path / "t.gguf")
+    theirs, ours = ask(tmp_path / "t.gguf", x={"logprobs": ids})["x"], logprobs(tiny([ids])[0])
+    away = kl(ours, theirs)
+    size = (tmp_path / "t.gguf").stat().st_size
+    same = (ours.argmax(-1) == theirs.argmax(-1)).mean()
+    print(f"\n{dtype}: {size} bytes, KL {away:.1e}, same token {same:.3f}")
+    assert away < LIMITS[dtype]
+    assert dtype in ("f32", "f16") or away > LIMITS["f32"]
+
+
+def draft_logits(target: Target, draft: Draft, ids: list[int]) -> np.ndarray:
+    """The draft path over a whole sequence."""
+    layers = iter(range(target.config.num_layers))
+    plain = dejax.target._whole_layer
+
+    def layer(definition, activation, params, stack, x, positions, mask):
+        index = next(layers)
+        if stack is None:
+            return plain(definition, activation, params, stack, x, positions, mask)
+        experts = draft_experts(
+            stack, draft.layer_params(index), r=draft.config.top_r, block=16, activation=activation
+        )
+        merged = nnx.merge(definition, params)
+        return layer_full(merged, x, positions=positions, mask=mask, experts=experts)[0]
+
+    with mock.patch.object(dejax.target, "_whole_layer", layer):
+        return logprobs(target([ids])[0])
+
+
+def test_the_drafter_of_tiny_is_the_draft_path(tiny, tmp_path):
+    ids, outline = text_of(tiny), read_outline("tiny")
+    draft = resolve_draft("init:4", outline)
+    export_draft_model("tiny", outline, draft, "f32").write(tmp_path / "d.gguf")
+    ours, theirs = draft_logits(tiny, draft, ids), ask(tmp_path / "d.gguf", x={"logprobs": ids})
+    assert np.abs(ours - theirs["x"]).max() < TOLERANCE
+    assert np.abs(ours - logprobs(tiny([ids])[0])).max() > 0.1  # it is not the target
+
+
+@pytest.mark.parametrize(("name", "r", "width"), [("lite", 2, 40), ("full", 1, 32)])
+def test_other_drafters_are_the_draft_path(name, r, width, tmp_path):
+    folder = small_model(tmp_path / "m", name, {})
+    outline = read_outline(folder)
+    draft = random_draft(
+        outline.config, DraftConfig(width=width, top_r=r), seed=1, identity=outline.identity
+    )
+    export = export_draft_model(folder, outline, draft, "f32")
+    assert export.warnings == ()  # groups do not matter where one expert is chosen
+    export.write(tmp_path / "d.gguf")
+    theirs = ask(tmp_path / "d.gguf", x={"logprobs": IDS})["x"]
+    assert np.abs(draft_logits(load_target(folder), draft, IDS) - theirs).max() < TOLERANCE
+
+
+def test_llama_cpp_does_not_take_an_adapter_for_a_model(tmp_path):
+    outline = read_outline("tiny")
+    export_adapter(outline, resolve_draft("init", outline)).write(tmp_path / "a.gguf")
+    with pytest.raises(Refused):
+        ask(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [
+        ("llama", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.LLAMA3))),
+        ("qwen3", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.QWEN2))),
+        ("gpt-oss", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.O200K))),
+        ("v3", small_tokenizer.byte_level(small_tokenizer.split(*small_tokenizer.DEEPSEEK_V3))),
+        ("glm4-moe", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.LLAMA3))),
+        ("mixtral", small_tokenizer.sentencepiece()),
+    ],
+)
+def test_tokenizers_of_every_kind_give_the_same_ids(name, tokenizer, tmp_path):
+    folder = write_folder(tmp_path / "m", raw_config(name, vocab_size=400))
+    small_tokenizer.add_to(folder, tokenizer)
+    export_target(folder, read_outline(folder), "f32").write(tmp_path / "m.gguf")
+    texts = [*small_tokenizer.TEXT, *ODD, *prompts()[:20]]
+    answers = ask(tmp_path / "m.gguf", tokens={"tokenize": texts})["tokens"]
+    for text, theirs in zip(texts, answers, strict=True):
+        assert theirs == tokenizer.encode(text), text
