@@ -96,9 +96,10 @@ def main(argv: list[str]) -> int:
 
 def _check_out(args: Arguments) -> None:
     """Refuses, before any work is done, a place that cannot be written to."""
+    if args.format == "gguf":
+        gguf_package("--format gguf")
     try:
         if args.format == "gguf":
-            gguf_package(args.out)
             if str(args.out) == "-":
                 raise UsageError("a GGUF file is not written to standard output")
             check_output(args.out)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _EXACT = re.compile(r"ffn_gate_inp|exp_probs_b|rope_freqs|attn_sinks|\.bias$|\.scale$")
 """What stays float32: the router, and what is added or multiplied one by one."""
 _ENDS = ("token_embd.weight", "output.weight")
-_ABSOLUTE = re.compile(r"(?<![\w.~/:-])~?/(?:[^/\s,;:\"']+/)*")
+_ABSOLUTE = re.compile(r"(?<![\w.~/:-])(?:~\w*)?/(?=\S)(?:[^/\s,;:\"']+/)*")
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,11 @@ def without_folders(value: Any) -> Any:
         return {key: without_folders(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [without_folders(entry) for entry in value]
-    return _ABSOLUTE.sub("", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if value.startswith(("/", "~")) and "," not in value:  # one path, whatever is in its names
+        return PurePosixPath(value).name
+    return _ABSOLUTE.sub("", value)
 
 
 def _licence(card: Path) -> dict[str, Value]:

@@ -192,7 +192,7 @@ def _row_change(config: ModelConfig, stem: str) -> Change:
 
 
 def interleaved_rows(array: np.ndarray, *, heads: int, rotated: int) -> np.ndarray:
-    """Rows [heads * M, ...], each head's last `rotated` put from half-split to interleaved order."""
+    """Rows [heads * M, ...], the last `rotated` of each head from half-split to interleaved."""
     rows = array.reshape(heads, -1, *array.shape[1:])
     halves = rows[:, -rotated:].reshape(heads, 2, -1, *array.shape[1:])
     turned = halves.swapaxes(1, 2).reshape(heads, rotated, *array.shape[1:])

@@ -47,6 +47,8 @@ def tokenizer_metadata(
     """
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise UsageError(f"tokenizer: {type(tokenizer).__name__} has no tokenizer.json to read")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if model["type"] != "BPE":

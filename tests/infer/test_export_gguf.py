@@ -1,6 +1,7 @@
 """`dejax export --format gguf`: read back number by number, refused in one line, whole or not."""
 
 import json
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -191,8 +192,16 @@ def test_the_adapter_is_the_draft(model, tmp_path):
 
 def test_absolute_paths_lose_their_folders():
     root = "/" + "srv"
-    given = [f"{root}/a/b.jsonl", f"kind={root}/a/*.gz,{root}/c/d", "runs/mine", "https://x.y/z"]
-    assert without_folders(given) == ["b.jsonl", "kind=*.gz,d", "runs/mine", "https://x.y/z"]
+    given = {
+        f"{root}/a/b.jsonl": "b.jsonl",
+        f"{root}/my files/b": "b",
+        f"kind={root}/a/*.gz,{root}/c/d": "kind=*.gz,d",
+        "~me/x,~/y/z": "x,z",
+        "runs/mine": "runs/mine",
+        "https://x.y/z": "https://x.y/z",
+        "a / b": "a / b",
+    }
+    assert without_folders(list(given)) == list(given.values())
 
 
 def test_a_stopped_export_leaves_no_file(model, tmp_path):
@@ -282,6 +291,12 @@ def test_places_that_cannot_be_written_are_refused_first(model, tmp_path):
     for out, message in ((str(tmp_path), "--out: .* is a folder"), ("-", "standard output")):
         with pytest.raises(UsageError, match=message):
             main([str(model), "--format", "gguf", "--out", out])
+
+
+def test_without_the_gguf_package_it_says_what_to_install(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UsageError, match=r"--format gguf: .* pip install 'dejax\[gguf\]'"):
+        main([str(model), "--format", "gguf", "--out", str(tmp_path / "m.gguf")])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """GGUF files in llama.cpp itself: it computes what dejax computes, or the export has said not."""
 
-import json
 from pathlib import Path
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,81 +14,26 @@ from dejax.draft.expert import Draft, random_draft
 from dejax.draft.path import draft_experts
 from dejax.export.gguf import export_adapter, export_draft_model, export_target
 from dejax.model import layer_full
-from dejax.target import BUILT_IN, Target, load_target, read_outline
-from tests.families.configurations import raw_config, yarn
+from dejax.target import Target, load_target, read_outline
+from tests.families.configurations import raw_config
 from tests.families.random_folder import write_folder
 from tests.infer import small_tokenizer
+from tests.infer.gguf_cases import (
+    EQUAL,
+    IDS,
+    TOLERANCE,
+    UNEQUAL,
+    both,
+    kl,
+    logprobs,
+    prompts,
+    small_model,
+    text_of,
+)
 from tests.infer.llama_cpp import Refused, ask
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
-
-TOLERANCE = 5e-4
-IDS = np.random.default_rng(1).integers(4, 256, 40).tolist()
-TRUNCATED = dict(rope_parameters=yarn(truncate=True, rope_theta=150000.0))
-WHOLE = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0)
-
-EQUAL = {
-    "lite": ("lite", {}),
-    "lite of 27 layers": ("lite", dict(num_hidden_layers=27)),
-    "no-yarn-all-moe": ("no-yarn-all-moe", {}),
-    "v3": ("v3", {}),
-    "v3, half-split rotation": ("v3-half-split", dict(attention_bias=False)),
-    "moonlight": ("moonlight", {}),
-    "qwen3-moe": ("qwen3-moe", {}),
-    "qwen3-moe, YaRN": ("qwen3-moe", dict(rope_parameters=yarn(attention_factor=1.3))),
-    "olmoe": ("olmoe", {}),
-    "olmoe, tied": ("olmoe", dict(tie_word_embeddings=True)),
-    "mixtral": ("mixtral", {}),
-    "gpt-oss, truncate true": ("gpt-oss", TRUNCATED),
-    "glm4-moe": ("glm4-moe", {}),
-    "glm4-moe-groups": ("glm4-moe-groups", {}),
-    "glm4-moe, all rotated": (
-        "glm4-moe",
-        dict(use_qk_norm=False, attention_bias=False, rope_parameters=WHOLE),
-    ),
-    "llama": ("llama", {}),
-    "llama-biases": ("llama-biases", {}),
-    "qwen3": ("qwen3", {}),
-}
-"""Name -> configuration and changes, which llama.cpp computes as the reference does."""
-UNEQUAL = {
-    "full": ("full", {}, "ranked by their best two experts"),
-    "two mscales": ("lite", dict(rope_parameters=yarn(1.0, 0.5)), "mscale is taken to be equal"),
-    "qwen3-moe": ("qwen3-moe", dict(norm_topk_prob=False), "gates are always renormalised"),
-    "olmoe": ("olmoe", dict(norm_topk_prob=True), "gates are never renormalised"),
-    "olmoe, clip": ("olmoe", dict(clip_qkv=0.8), "not clipped"),
-    "mixtral-window": ("mixtral-window", {}, "there is no window"),
-    "gpt-oss": ("gpt-oss", {}, "YaRN's range is rounded"),
-    "gpt-oss, windows": (
-        "gpt-oss",
-        dict(TRUNCATED, layer_types=["full_attention", "sliding_attention"] * 2),
-        "layers 0, 2, 4",
-    ),
-    "gpt-oss, activation": ("gpt-oss", dict(TRUNCATED, swiglu_limit=1.0), "limit 7"),
-}
-"""Name -> configuration, changes, and what the export says llama.cpp does instead."""
-
-
-def small_model(folder: Path, name: str, more: dict) -> Path:
-    write_folder(folder, raw_config(name, vocab_size=small_tokenizer.SIZE, **more))
-    return small_tokenizer.add_to(folder, small_tokenizer.byte_level(small_tokenizer.smollm()))
-
-
-def logprobs(logits) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(logits, axis=-1), np.float64)
-
-
-def kl(ours: np.ndarray, theirs: np.ndarray) -> float:
-    return float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
-
-
-def both(folder: Path, out: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Log-probabilities after every prefix, ours and llama.cpp's, and what the export warns of."""
-    export = export_target(folder, read_outline(folder), "f32")
-    export.write(out)
-    theirs = ask(out, x={"logprobs": IDS})["x"]
-    return logprobs(load_target(folder)([IDS])[0]), theirs, export.warnings
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -119,11 +62,6 @@ def tiny_file(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
     export_target("tiny", read_outline("tiny"), "f32").write(out)
     return out
-
-
-def prompts() -> list[str]:
-    lines = (BUILT_IN.parent / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
 
 
 ODD = [
@@ -163,10 +101,6 @@ def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_fi
     assert best[len(ids) - 1 :].tolist() == answers["greedy"]
 
 
-def text_of(tiny: Target) -> list[int]:
-    return tiny.tokenizer.encode(" ".join(prompts()))[:40]
-
-
 LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 5e-3, "q4_0": 0.2}
 """KL in nats of `tiny` as stored, on text."""
 
@@ -177,9 +111,6 @@ def test_quantised_tiny_stays_near(dtype, tiny, tmp_path):
     export_target("tiny", read_outline("tiny"), dtype).write(tmp_path / "t.gguf")
     theirs, ours = ask(tmp_path / "t.gguf", x={"logprobs": ids})["x"], logprobs(tiny([ids])[0])
     away = kl(ours, theirs)
-    size = (tmp_path / "t.gguf").stat().st_size
-    same = (ours.argmax(-1) == theirs.argmax(-1)).mean()
-    print(f"\n{dtype}: {size} bytes, KL {away:.1e}, same token {same:.3f}")
     assert away < LIMITS[dtype]
     assert dtype in ("f32", "f16") or away > LIMITS["f32"]
 
