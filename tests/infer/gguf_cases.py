@@ -1,5 +1,6 @@
 """Small models as GGUF files in llama.cpp: those that it computes alike, and those it does not."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def both(folder: Path, out: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ..
 def prompts() -> list[str]:
     lines = (BUILT_IN.parent / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
+
+
+def documents(count: int) -> list[str]:
+    """The beginnings of documents of several kinds."""
+    with gzip.open(BUILT_IN.parent / "demo" / "distill.jsonl.gz", "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    texts = [r["text"] if "text" in r else r["messages"][-1]["content"] for r in records]
+    return [text[:400] for text in texts[:: len(texts) // count]][:count]
 
 
 def text_of(tiny: Target) -> list[int]:

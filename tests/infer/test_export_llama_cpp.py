@@ -24,6 +24,7 @@ from tests.infer.gguf_cases import (
     TOLERANCE,
     UNEQUAL,
     both,
+    documents,
     kl,
     logprobs,
     prompts,
@@ -77,10 +78,8 @@ ODD = [
 
 
 def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_file):
-    texts = [*prompts(), *ODD]
-    texts += [text[: len(text) // 2] for text in texts] + [" " + text[::-1] for text in texts]
-    texts = [text for text in texts if text][:400]
-    assert len(texts) >= 100
+    texts = [*ODD, *prompts(), *(text[::-1] for text in prompts()), *documents(250)]
+    assert len(set(texts)) > 250
     messages = [{"role": "user", "content": "What is 7 + 5?"}]
     prompt = tiny.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
@@ -97,11 +96,13 @@ def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_fi
     assert len(answers["greedy"]) == 64
     # Each of our own choices, given theirs before it, is theirs: so are the sequences.
     whole = ids + answers["greedy"]
-    best = np.asarray(tiny([whole[:-1]])[0]).argmax(-1)
+    logits = np.array(tiny([whole[:-1]])[0])
+    logits[:, list(tiny.config.eos_ids)] = -np.inf  # as theirs: neither may end
+    best = logits.argmax(-1)
     assert best[len(ids) - 1 :].tolist() == answers["greedy"]
 
 
-LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 5e-3, "q4_0": 0.2}
+LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 2e-2, "q4_0": 0.2}
 """KL in nats of `tiny` as stored, on text."""
 
 
