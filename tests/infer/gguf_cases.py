@@ -4,7 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dejax.export.gguf import export_target
@@ -67,7 +66,9 @@ def small_model(folder: Path, name: str, more: dict) -> Path:
 
 
 def logprobs(logits) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(logits, axis=-1), np.float64)
+    wide = np.asarray(logits, np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
 def kl(ours: np.ndarray, theirs: np.ndarray) -> float:
