@@ -26,6 +26,7 @@ VERBS = {
     "distill": ("train.distill:main", "train draft experts for a target from a config file"),
     "evaluate": ("train.evaluate:main", "the quality of draft experts: agreement, acceptance"),
     "generate": ("infer.generate:main", "decode text"),
+    "verify": ("infer.verify:main", "the exactness gate: every mode beside autoregressive tokens"),
     "export": ("infer.export:main", "write a model in another format"),
 }
 

@@ -93,17 +93,17 @@ def check_divides(config: ModelConfig, mesh: AnyMesh) -> None:
       UsageError: naming every dimension that it does not divide.
     """
     size = lambda axes: math.prod(mesh.shape[axis] for axis in axes)  # noqa: E731
-    attention, experts = config.attention, config.moe
     dimensions = [
         ("vocabulary", config.vocab_size, _VOCABULARY),
         ("width", config.width, (FSDP,)),
-        ("attention heads", attention.heads, (TENSOR,)),
-        ("routed experts", experts.num_experts, _EXPERTS),
+        ("attention heads", config.attention.heads, (TENSOR,)),
     ]
-    if config.expert_shape[-1] == config.width:  # with biases they are not split
-        dimensions.append(("neurons of an expert", experts.expert_width, (TENSOR,)))
-    if experts.shared_width:
-        dimensions.append(("neurons of the shared experts", experts.shared_width, (TENSOR,)))
+    if (experts := config.experts) is not None:
+        dimensions.append(("routed experts", experts.num_experts, _EXPERTS))
+        if config.expert_shape[-1] == config.width:  # with biases they are not split
+            dimensions.append(("neurons of an expert", experts.expert_width, (TENSOR,)))
+        if experts.shared_width:
+            dimensions.append(("neurons of the shared experts", experts.shared_width, (TENSOR,)))
     if len(config.moe_layers) < config.num_layers:
         dimensions.append(("neurons of a dense layer", config.dense_width, (TENSOR,)))
     bad = [
@@ -311,8 +311,9 @@ def over_vocabulary(
 ) -> Any:
     """`fn(part, table, rows, shared)`: every device with its part of a [V, D] table and its rows.
 
-    `shared` is whole everywhere. `out_rows` has the structure of the result: true where an array is
-    split by rows (its first axis), false where it is equal on all devices.
+    `table` may be several of them. `shared` is whole everywhere. `out_rows` has the structure of
+    the result: true where an array is split by rows (its first axis), false where it is equal on
+    all devices.
     """
     mesh = _mesh()
     if mesh is None:
@@ -320,7 +321,7 @@ def over_vocabulary(
 
     def local(table, rows, shared):
         part = VocabularyPart(
-            first=jax.lax.axis_index(_VOCABULARY) * table.shape[0],
+            first=jax.lax.axis_index(_VOCABULARY) * jax.tree.leaves(table)[0].shape[0],
             gather=partial(jax.lax.all_gather, axis_name=_GROUP, tiled=True),
             scatter=lambda a: jax.lax.psum_scatter(
                 jax.lax.psum(a, TENSOR), _GROUP, scatter_dimension=0, tiled=True

@@ -17,12 +17,12 @@ from dejax.target import Target
 from infer.console import progress
 from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
+from infer.divergence import judge
 from infer.link import Link, parse_link
 from infer.prefetch import device_form
 from infer.report import distinct_ngrams, rounds_of, stats
 from infer.resident import ResidentDecoder
 from infer.trace import Round
-from infer.verify import judge
 
 LOAD_TO_COMPUTE = 3.0
 """How much longer than its compute an autoregressive step's loads take on the simulated link."""

@@ -1,95 +1,235 @@
-"""Comparing decodes with autoregressive ones, and judging a difference in float64.
+"""The exactness gate: `dejax verify MODEL [--draft D] [--prompts F]`.
 
-In float64 every mode emits the same tokens. In a shorter dtype a row's logits differ in the last
-bits between row counts, so that a near-tie may fall the other way. A difference is therefore
-reported with its margin and a verdict, never as equal.
+Decodes the same prompts autoregressively and in every drafting mode, in each dtype asked for, and
+compares the tokens. A difference is judged in float64 (`infer.divergence`): a near-tie is reported,
+a real one fails the gate.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jaxtyping import Float
 
-from dejax.spec.sampling import SamplingConfig, TokenPicker
-from dejax.target import Target
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.draft.expert import Draft
+from dejax.errors import FailedError, UsageError
+from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.sampling import SamplingConfig
+from dejax.target import Target, load_target, read_outline
+from infer.arguments import (
+    Bytes,
+    DraftSpec,
+    InputFile,
+    Model,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OutputFile,
+    ParsedBy,
+    Positional,
+    PositiveInt,
+    parse,
+)
+from infer.console import print_table, progress, say
+from infer.decode import Mode
+from infer.divergence import judge
+from infer.generate import Generation, generate, link_text, sampling_seed, top_mass
+from infer.output import report
+from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
+from infer.report import stats
+from infer.units import format_percent
 
-NEAR_TIE = 1e-3
-"""Largest float64 margin, in logits, at which float32 may choose the other token."""
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first token at which a decode differs from the reference.
+class Arguments:
+    """Arguments of `dejax verify`."""
 
-    Attributes:
-      id: the prompt; index: position among the new tokens.
-      reference, emitted: the two tokens.
-      margin: float64 score of the better of them minus that of the other.
-      float64_verdict: "near-tie" or "real".
-    """
+    model: Positional[Model]
+    """A Hugging Face folder, a converted folder, or tiny."""
+    draft: DraftSpec | None = None
+    """Draft experts to verify: a folder from `dejax distill`, or untrained ones (init)."""
+    prompts: InputFile | None = None
+    """Prompts as JSON lines; those that come with dejax unless given."""
+    dtypes: tuple[Dtype, ...] = ()
+    """What weights are held in, one after the other; float32 unless given."""
+    r: PositiveInt = 1
+    """Routed experts a layer that the drafters keep, at most the target's top-k."""
+    max_new_tokens: PositiveInt = 64
+    """New tokens of a prompt at most."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of seeded sampling; 0 is greedy."""
+    top_k: NonNegativeInt = 0
+    """Sample among so many of the likeliest tokens only; 0 is all."""
+    top_p: Annotated[float, ParsedBy(top_mass, "FLOAT")] = 1.0
+    """Sample among the likeliest tokens that have this share of the probability only; 1 is all."""
+    seed: Annotated[int, ParsedBy(sampling_seed, "INT")] = 0
+    """Seed of the sampling noise, 0 to 2^32 - 1."""
+    draft_length: PositiveInt = 8
+    """Tokens of a draft at most."""
+    truncate: bool = True
+    """Stop a draft at a token that is unsure and would pull in many new experts."""
+    tau: NonNegativeFloat = 0.6
+    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
+    controller: Controller = "consumer"
+    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
+    prefetch: bool = True
+    """Prefetch the experts that the draft router predicts."""
+    device_cache: Bytes = 0
+    """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
+    host_cache: Bytes = None
+    """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
+    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
+    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
+    chat: bool = True
+    """Use the tokenizer's chat template, if it has one."""
+    json: OutputFile | None = None
+    """Write the result here as JSON; - is standard output."""
 
-    id: str
-    index: int
-    reference: int
-    emitted: int
-    margin: float
-    float64_verdict: Literal["near-tie", "real"]
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How tokens are chosen."""
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def common(self) -> dict[str, Any]:
+        """The options of `infer.generate.generate` that all modes share."""
+        control = ControlConfig(
+            draft_length=self.draft_length,
+            truncate=self.truncate,
+            tau=self.tau,
+            controller=self.controller,
+        )
+        names = ("temperature", "top_k", "top_p", "seed", "prefetch", "device_cache")
+        names = (*names, "host_cache", "link", "chat", "max_new_tokens", "r")
+        return {name: getattr(self, name) for name in names} | {"control": control}
 
 
-def first_difference(reference: Sequence[int], emitted: Sequence[int]) -> int | None:
-    """Index of the first difference of two token lists, None if they are equal."""
-    for index, (a, b) in enumerate(zip(reference, emitted, strict=False)):
-        if a != b:
-            return index
-    return None if len(reference) == len(emitted) else min(len(reference), len(emitted))
-
-
-def in_float64(target: Target) -> Target:
-    """The target with its weights widened to float64; call under `jax.enable_x64(True)`."""
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
-
-    definition, state = nnx.split(target.model)
-    model = nnx.merge(definition, wide(nnx.to_pure_dict(state)))
-    routed = {layer: wide(target.layer_experts(layer)) for layer in target.config.moe_layers}
-    return replace(target, model=model, routed=routed, store=None)
-
-
-def next_logits(target: Target, tokens: Sequence[int]) -> Float[np.ndarray, " V"]:
-    """Logits after a token sequence, from one whole-sequence pass."""
-    logits = target(jnp.asarray([list(tokens)], jnp.int32))
-    return np.asarray(logits[0, -1])
-
-
-def judge(
+def compare_modes(
     target: Target,
-    prompt: Sequence[int],
-    reference: Sequence[int],
-    emitted: Sequence[int],
+    prompts: Sequence[Any],
+    draft: Draft | None,
     sampling: SamplingConfig,
     *,
-    id: str,
-) -> Divergence | None:
-    """The first divergence of a decode, judged in float64; None if there is none."""
-    index = first_difference(reference, emitted)
-    if index is None:
-        return None
-    if index >= min(len(reference), len(emitted)):
-        longer = reference if len(reference) > len(emitted) else emitted
-        return Divergence(id, index, -1, int(longer[index]), float("inf"), "real")
-    context = [*prompt, *reference[:index]]
-    with jax.enable_x64(True):
-        logits = next_logits(in_float64(target), context)
-    picker = TokenPicker(sampling, sample=0, vocab_size=len(logits))
-    scores = picker.scores(logits, position=len(context))
-    pair = scores[reference[index]], scores[emitted[index]]
-    margin = float(abs(pair[0] - pair[1]))
-    near = margin <= NEAR_TIE and max(pair) >= float(scores.max()) - NEAR_TIE
-    verdict: Literal["near-tie", "real"] = "near-tie" if near else "real"
-    return Divergence(id, index, int(reference[index]), int(emitted[index]), margin, verdict)
+    dtype: str,
+    on_tokens: Any = lambda count, mode: None,
+    **common: Any,
+) -> list[dict[str, Any]]:
+    """One row a drafting mode: its tokens beside those of autoregressive decoding.
+
+    Args:
+      draft: with it, mode draft-expert is among them; common: options of `generate`.
+      on_tokens: told the number of tokens of each round, and the mode.
+    """
+    modes: list[tuple[Mode, Draft | None]] = [("ar", None), ("top-r", None)]
+    if draft is not None:
+        modes.append(("draft-expert", draft))
+    found: dict[str, list[Generation]] = {}
+    for mode, given in modes:
+        found[mode] = generate(
+            target,
+            prompts,
+            draft=given,
+            mode=mode,
+            on_round=lambda _, round_, mode=mode: on_tokens(len(round_.emitted), mode),
+            **common,
+        )
+    return [
+        {"dtype": dtype, "mode": mode} | _compare(target, found["ar"], found[mode], sampling)
+        for mode, _ in modes[1:]
+    ]
+
+
+def _compare(
+    target: Target,
+    references: Sequence[Generation],
+    decoded: Sequence[Generation],
+    sampling: SamplingConfig,
+) -> dict[str, Any]:
+    divergences = []
+    for reference, other in zip(references, decoded, strict=True):
+        pair = reference.tokens, other.tokens
+        differs = judge(target, reference.prompt_tokens, *pair, sampling, id=reference.id)
+        if differs is not None:
+            divergences.append(asdict(differs))
+    joined = stats([record for generation in decoded for record in generation.trace])
+    verdicts = [divergence["float64_verdict"] for divergence in divergences]
+    return {
+        "prompts": len(decoded),
+        "tokens": sum(len(generation.tokens) for generation in references),
+        "identical": len(decoded) - len(divergences),
+        "near_ties": verdicts.count("near-tie"),
+        "real": verdicts.count("real"),
+        "acceptance_rate": joined["acceptance_rate"],
+        "divergences": divergences,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax verify`."""
+    about = "Check that drafting emits the tokens of autoregressive decoding; fails where not."
+    args = parse(Arguments, argv, prog="dejax verify", description=about)
+    prompts = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
+    outline = read_outline(args.model)
+    if not outline.config.moe_layers:
+        raise UsageError(f"{args.model}: has no routed experts to draft with; expected a MoE")
+    top_k = outline.config.moe.top_k
+    if args.r > top_k:
+        raise UsageError(f"--r is {args.r}; the target routes to {top_k} experts per token")
+    draft = None if args.draft is None else resolve_draft(args.draft, outline)
+    rows: list[dict[str, Any]] = []
+    for dtype in args.dtypes or ("float32",):
+        with jax.enable_x64(True) if dtype == "float64" else nullcontext():
+            say(f"loading {args.model} as {dtype}")
+            target = load_target(args.model, dtype)
+            rows += _verify(target, prompts, draft, args, dtype)
+    result = {"model": args.model, "draft": args.draft, "rows": rows}
+    report(args.json, result, lambda: _show(outline.name, rows))
+    real = [f"{row['mode']} in {row['dtype']}" for row in rows if row["real"]]
+    if real:
+        raise FailedError(f"tokens differ from autoregressive decoding: {', '.join(real)}")
+    return 0
+
+
+def _verify(
+    target: Target, prompts: Sequence[Any], draft: Draft | None, args: Arguments, dtype: str
+) -> list[dict[str, Any]]:
+    """The rows of one dtype; prompts that do not fit the context are told and left out."""
+    fits = []
+    for prompt in prompts:
+        ((record, ids),) = encode_prompts(target, [prompt], chat=args.chat)
+        if len(ids) + args.max_new_tokens <= target.config.context:
+            fits.append(prompt)
+        else:
+            say(f"prompt {record['id']}: {len(ids)} tokens and the new ones exceed the context")
+    if not fits:
+        raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
+    modes = 2 + (draft is not None)
+    with progress(f"verify {dtype}", modes * len(fits) * args.max_new_tokens, "tokens") as bar:
+        return compare_modes(
+            target,
+            fits,
+            draft,
+            args.sampling,
+            dtype=dtype,
+            on_tokens=lambda count, mode: bar.advance(count, mode=mode),
+            **args.common(),
+        )
+
+
+def _show(name: str, rows: Sequence[dict[str, Any]]) -> None:
+    columns = ["dtype", "mode", "prompts", "tokens", "identical", "near-ties", "real", "accepted"]
+    table = [
+        [row[key] for key in ("dtype", "mode", "prompts", "tokens", "identical", "near_ties")]
+        + [row["real"], format_percent(row["acceptance_rate"])]
+        for row in rows
+    ]
+    print_table(f"{name}: tokens beside autoregressive decoding", columns, table)
+    for row in rows:
+        for found in row["divergences"]:
+            say(
+                f"{row['mode']}, {row['dtype']}: prompt {found['id']} differs at new token "
+                f"{found['index']} ({found['emitted']} for {found['reference']}), margin "
+                f"{found['margin']:.2g} in float64: {found['float64_verdict']}"
+            )

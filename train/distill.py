@@ -3,7 +3,8 @@
 The target stays frozen; checkpoints, optimizer and adapter hold draft parameters alone. A stopped
 run continues from its newest checkpoint, with the same batches. `--dry-run` tells what would be
 trained and what memory that takes, without reading a weight. The result is `DIR/draft`, an adapter
-folder. On several hosts every process runs the same command with `--distributed`.
+folder. On several hosts every process runs the same command with `--distributed`. A config may also
+make a `HealConfig`: then a MoE is healed (`train.heal`).
 """
 
 import time
@@ -31,10 +32,18 @@ from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
 from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
 from train.distill_measures import best_draft, held_out, measures_of
-from train.distill_plan import check_memory, plan_distillation, show_plan, written_bytes
+from train.distill_plan import (
+    DRAFTS_LESS_MEMORY,
+    check_memory,
+    plan_distillation,
+    show_plan,
+    written_bytes,
+)
 from train.documents import BatchAt, Data, check_data, open_data
 from train.flops import peak_flops, step_flops
 from train.gradient_step import DistillState, make_step, make_term_norms
+from train.heal import LESS_MEMORY, plan_healing, run_healing, show_result
+from train.heal_config import HealConfig, check_models
 from train.kv_mix import draw_blocks
 from train.loop import Measure, Metrics, Resume, check_resume, run
 from train.optimizer import make_optimizer
@@ -218,10 +227,10 @@ class Arguments:
     """Write the result here as JSON; - is standard output."""
 
 
-ABOUT = """Train draft experts for a target. A config's data is documents as JSON lines (maybe
-.gz) or Parquet, with text, messages, prompt and completion, or what `dejax generate --json` wrote:
-a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder written by `python -m
-train.data`; or demo, dejax's own documents."""
+ABOUT = """Train draft experts for a target, or heal an upcycled one. A config's data is documents
+as JSON lines (maybe .gz) or Parquet, with text, messages, prompt and completion, or what `dejax
+generate --json` wrote: a file, a folder, a pattern, or hub:NAME of Hugging Face; or a folder
+written by `python -m train.data`; or demo, dejax's own documents."""
 
 
 def main(argv: list[str]) -> int:
@@ -229,8 +238,10 @@ def main(argv: list[str]) -> int:
     about = " ".join(ABOUT.split())
     args = parse(Arguments, argv, prog="dejax distill", description=about)
     config = load_config(args.config, args.set)
-    if not isinstance(config, DistillConfig):
-        raise UsageError(f"config {args.config}: makes a {type(config).__name__}, no DistillConfig")
+    if not isinstance(config, DistillConfig | HealConfig):
+        raise UsageError(
+            f"config {args.config}: makes a {type(config).__name__}, no DistillConfig or HealConfig"
+        )
     check_data(config.data)
     if args.show_mask is not None:
         show_mask(
@@ -244,20 +255,35 @@ def main(argv: list[str]) -> int:
         return 0
     start_devices(config.cpu_devices, args.distributed)
     mesh = make_mesh(config.mesh)
-    model = load_model_config(model_folder(config.target))
-    check_shape(config, model, mesh)
+    if isinstance(config, HealConfig):
+        check_models(config, mesh)
+    else:
+        check_shape(config, load_model_config(model_folder(config.target)), mesh)
     if args.dry_run:
-        plan = plan_distillation(model, config, mesh)
-        report(args.json, plan, lambda: show_plan(config.target, plan))
-        check_memory(plan)
+        _plan(config, mesh, args.json)
         return 0
     out = args.out or Path("runs") / Path(args.config).stem
     check_output_folder(out)
-    check_room(out, written_bytes(model, config))
-    result = _train(config, mesh, out, resume=args.resume == "auto")
+    resume = args.resume == "auto"
+    if isinstance(config, HealConfig):
+        result, show = run_healing(config, mesh, out, resume=resume), show_result
+    else:
+        check_room(out, written_bytes(load_model_config(model_folder(config.target)), config))
+        result, show = _train(config, mesh, out, resume=resume), _show
     if jax.process_index() == 0:
-        report(args.json, result, lambda: _show(result))
+        report(args.json, result, lambda: show(result))
     return 0
+
+
+def _plan(config: DistillConfig | HealConfig, mesh: Any, json: Path | None) -> None:
+    """Tells what would be trained, and refuses what there is no memory for."""
+    if isinstance(config, HealConfig):
+        plan, what = plan_healing(config, mesh), f"healing of {config.target}"
+    else:
+        model = load_model_config(model_folder(config.target))
+        plan, what = plan_distillation(model, config, mesh), f"draft experts for {config.target}"
+    report(json, plan, lambda: show_plan(what, plan))
+    check_memory(plan, LESS_MEMORY if isinstance(config, HealConfig) else DRAFTS_LESS_MEMORY)
 
 
 def _train(config: DistillConfig, mesh: Any, out: Path, *, resume: bool) -> dict[str, Any]:

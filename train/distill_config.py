@@ -71,18 +71,7 @@ class DistillConfig:
     seed: int = 0
 
     def __post_init__(self):
-        sizes = {
-            name: getattr(self, name)
-            for name in ("seq_len", "batch_size", "accumulate", "kv_block")
-        }
-        if min(sizes.values()) < 1:
-            told = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size < 1)
-            raise UsageError(f"{told}; expected at least 1")
-        if self.seq_len * self.batch_size >= 2**31:
-            raise UsageError(
-                f"seq_len is {self.seq_len} and batch_size {self.batch_size}; expected less than "
-                "2^31 tokens a batch"
-            )
+        check_sizes(self, "seq_len", "batch_size", "accumulate", "kv_block")
         if self.ramp_steps < 0 or not 0 <= self.ema < 1:
             raise UsageError(
                 f"ramp_steps is {self.ramp_steps} and ema {self.ema}; expected ramp_steps 0 or "
@@ -99,6 +88,23 @@ class DistillConfig:
             return last
         first, share = self.losses_from.vector(), step / self.ramp_steps
         return (first + np.float32(share) * (last - first)).astype(np.float32)
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Refuses settings of these names below 1, or a batch with too many tokens to count.
+
+    Raises:
+      UsageError: so.
+    """
+    sizes = {name: getattr(config, name) for name in names}
+    if min(sizes.values()) < 1:
+        told = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size < 1)
+        raise UsageError(f"{told}; expected at least 1")
+    if config.seq_len * config.batch_size >= 2**31:
+        raise UsageError(
+            f"seq_len is {config.seq_len} and batch_size {config.batch_size}; expected less than "
+            "2^31 tokens a batch"
+        )
 
 
 def draft_config(config: DistillConfig, model: ModelConfig) -> DraftConfig:
@@ -128,6 +134,14 @@ def check_shape(config: DistillConfig, model: ModelConfig, mesh: Any) -> None:
     Raises:
       UsageError: so.
     """
+    check_rows(config, model, mesh)
+    fsdp = mesh.shape["fsdp"]
+    if config.split_draft and model.width % fsdp:
+        raise UsageError(f"mesh: fsdp {fsdp} does not divide the width {model.width}")
+
+
+def check_rows(config: Any, model: ModelConfig, mesh: Any) -> None:
+    """`check_shape` for any configuration with `seq_len`, `batch_size` and `accumulate`."""
     if config.seq_len > model.context:
         raise UsageError(
             f"seq_len is {config.seq_len}; expected at most the target's {model.context}"
@@ -139,6 +153,3 @@ def check_shape(config: DistillConfig, model: ModelConfig, mesh: Any) -> None:
             f"over {row_shards(mesh)} devices and {config.accumulate} accumulated parts"
         )
     check_divides(model, mesh)
-    fsdp = mesh.shape["fsdp"]
-    if config.split_draft and model.width % fsdp:
-        raise UsageError(f"mesh: fsdp {fsdp} does not divide the width {model.width}")

@@ -37,15 +37,21 @@ def abstract_draft(config: ModelConfig, draft: DraftConfig) -> dict[str, jax.Sha
     }
 
 
-def abstract_batch(config: DistillConfig) -> Batch:
-    """Shapes of a batch of packed rows."""
+def abstract_batch(rows: int, seq_len: int, *, blocks: bool = False) -> Batch:
+    """Shapes of a batch of packed rows, with numbered blocks or not."""
     kinds: dict[str, Any] = dict.fromkeys(
         ("tokens", "targets", "segment_ids", "positions"), jnp.int32
     )
-    kinds |= {"blocks": jnp.int32} if config.kv == "mixed" else {}
+    kinds |= {"blocks": jnp.int32} if blocks else {}
     kinds["mask"] = jnp.float32
-    shape = (config.batch_size, config.seq_len)
-    return {key: jax.ShapeDtypeStruct(shape, kind) for key, kind in kinds.items()}
+    return {key: jax.ShapeDtypeStruct((rows, seq_len), kind) for key, kind in kinds.items()}
+
+
+def lying(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays, each where its sharding says."""
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree, shardings
+    )
 
 
 def abstract_step(
@@ -67,14 +73,8 @@ def abstract_step(
         **loss_options(config, model),
     )
 
-    def lying(tree, shardings):
-        return jax.tree.map(
-            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-            tree,
-            shardings,
-        )
-
-    batch = abstract_batch(config)
+    blocks = config.kv == "mixed"
+    batch = abstract_batch(config.batch_size, config.seq_len, blocks=blocks)
     arguments = (
         lying(params, target_shardings(params, mesh)),
         lying(state, draft_shardings(state, mesh, split=config.split_draft)),
@@ -84,7 +84,15 @@ def abstract_step(
     return definition, step, arguments
 
 
-def _count(tree: Any) -> int:
+def step_bytes(step: Any, arguments: tuple[Any, ...], mesh: Any) -> int:
+    """Bytes of a device that the compiled step takes beside its arguments."""
+    with jax.set_mesh(mesh):
+        analysis = step.lower(*arguments).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes) if analysis is not None else 0
+
+
+def count_params(tree: Any) -> int:
+    """Numbers in a tree of arrays or shapes."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 
@@ -107,19 +115,17 @@ def plan_distillation(model: ModelConfig, config: DistillConfig, mesh: Any) -> d
     """
     _, step, arguments = abstract_step(model, config, mesh)
     params, state, batch, _ = arguments
-    with jax.set_mesh(mesh):
-        analysis = step.lower(*arguments).compile().memory_analysis()
     flops = step_flops(model, draft_config(config, model), config.seq_len)
     return {
-        "trained_params": _count(state.draft),
-        "frozen_params": _count(params),
+        "trained_params": count_params(state.draft),
+        "frozen_params": count_params(params),
         "tokens": config.loop.steps * config.batch_size * config.seq_len,
         "flops_per_token": flops.total,
         "devices": mesh.size,
         "target_bytes": device_bytes(params),
         "state_bytes": device_bytes(state),
         "batch_bytes": device_bytes(batch),
-        "step_bytes": int(analysis.temp_size_in_bytes) if analysis is not None else 0,
+        "step_bytes": step_bytes(step, arguments, mesh),
     }
 
 
@@ -168,7 +174,17 @@ def device_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
-def check_memory(plan: dict[str, Any]) -> None:
+DRAFTS_LESS_MEMORY = {
+    "target_bytes": "split the target over more devices (mesh.fsdp, mesh.expert), or hold it in "
+    "dtype=bfloat16",
+    "state_bytes": "set split_draft=true, or a smaller draft.width",
+    "step_bytes": "set remat=layer, accumulate, or a smaller batch_size or seq_len",
+    "batch_bytes": "set a smaller batch_size",
+}
+"""What helps where a part of `PER_DEVICE` is the largest."""
+
+
+def check_memory(plan: dict[str, Any], less: dict[str, str] = DRAFTS_LESS_MEMORY) -> None:
     """Refuses a plan that the devices have no room for.
 
     Raises:
@@ -177,21 +193,14 @@ def check_memory(plan: dict[str, Any]) -> None:
     needed, there = sum(plan[part] for part in PER_DEVICE), device_memory()
     if needed > there:
         largest = max(PER_DEVICE, key=lambda part: plan[part])
-        help_ = {
-            "target_bytes": "split the target over more devices (mesh.fsdp, mesh.expert), or hold "
-            "it in dtype=bfloat16",
-            "state_bytes": "set split_draft=true, or a smaller draft.width",
-            "step_bytes": "set remat=layer, accumulate, or a smaller batch_size or seq_len",
-            "batch_bytes": "set a smaller batch_size",
-        }
         raise UsageError(
             f"the run takes {format_bytes(needed)} of each device, which has "
-            f"{format_bytes(there)}; {help_[largest]}"
+            f"{format_bytes(there)}; {less[largest]}"
         )
 
 
-def show_plan(target: str, plan: dict[str, Any]) -> None:
-    """Prints a plan as a table."""
+def show_plan(what: str, plan: dict[str, Any]) -> None:
+    """Prints the plan of `what` as a table."""
     rows = []
     for name, value in plan.items():
         words = name.replace("_", " ").removesuffix(" bytes")
@@ -199,4 +208,4 @@ def show_plan(target: str, plan: dict[str, Any]) -> None:
         rows.append((f"memory of a device: {words}" if name in PER_DEVICE else words, shown))
     total = sum(plan[part] for part in PER_DEVICE)
     rows.append(("memory of a device: all", format_bytes(total)))
-    print_table(f"plan: draft experts for {target}", ("what", "how much"), rows)
+    print_table(f"plan: {what}", ("what", "how much"), rows)

@@ -41,13 +41,11 @@ from train.stacked import (
     layer_of,
     scan_layers,
 )
+from train.update import Batch
 
 Objective = Literal["all", "residual-local"]
 Remat = Literal["none", "products", "layer"]
 """What a backward pass finds kept: everything, products with weights, or a layer's input alone."""
-
-Batch = dict[str, Any]
-"""Packed rows, on the host or the device: the keys and shapes of `train.data.Batch`."""
 
 
 class LayerPair(NamedTuple):

@@ -5,6 +5,7 @@ The first step of `train.documents`. A source is a file, a folder, a pattern suc
 one after the other; none but the one being read is held.
 """
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -129,14 +130,15 @@ def find_files(name: str) -> list[Path]:
 
 def _file_documents(path: Path, text_column: str) -> Iterator[Document]:
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, contextlib.ExitStack() as stack:
             begin = file.peek(4)[:4]
             if begin == b"PAR1":
                 rows = _parquet_rows(path, text_column)
             else:
                 plain: Any = gzip.open(file) if begin[:2] == b"\x1f\x8b" else file
                 # JSON may hold other separators of lines unescaped: only \n ends one.
-                rows = _json_rows(io.TextIOWrapper(plain, "utf-8-sig", newline="\n"), path)
+                text = io.TextIOWrapper(plain, "utf-8-sig", newline="\n")
+                rows = _json_rows(stack.enter_context(text), path)
             for where, row in rows:
                 document = as_document(row, where, text_column)
                 kind = row.get("kind")

@@ -20,7 +20,6 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params
-from dejax.sharding import on_host
 from dejax.target import Target, load_target, read_outline
 from infer.arguments import (
     DraftSpec,
@@ -43,7 +42,7 @@ from train.beside_original import beside_original
 from train.closed_form import mean_missing
 from train.distill_step import Batch, LayerPair, compare_vocabulary, paired_forward, route_overlap
 from train.document_files import HUB, find_files
-from train.losses import Total
+from train.losses import Total, add_up
 from train.packed_rows import PackedRows, split_documents
 from train.stacked import StackedDef, StackedParams
 from train.teacher import Teacher, as_teacher
@@ -143,10 +142,10 @@ def teacher_forced(
       UsageError: there is no batch.
     """
     teacher = as_teacher(target)
-    sums: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for batch in batches:
+
+    def totals(batch: Batch) -> dict[str, Total]:
         with jax.set_mesh(teacher.mesh):
-            totals = _batch_totals(
+            return _batch_totals(
                 teacher.definition,
                 teacher.params,
                 draft,
@@ -155,17 +154,15 @@ def teacher_forced(
                 rows=rows,
                 dtype=teacher.dtype,
             )
-        for name, total in on_host(totals).items():
-            part = np.asarray(total.sum, np.float64), np.asarray(total.count, np.float64)
-            old = sums.get(name, (0.0, 0.0))
-            sums[name] = old[0] + part[0], old[1] + part[1]
+
+    sums = add_up(map(totals, batches))
     if not sums:
         raise UsageError("evaluate: there are no rows to evaluate on; give more text")
     metrics = {
         name: float(np.mean(total / np.maximum(count, np.finfo(np.float64).tiny)))
         for name, (total, count) in sums.items()
     }
-    return metrics | {"tokens": float(sums["kl"][1])}
+    return metrics | {"tokens": float(sums["kl"].count)}
 
 
 def all_arms(

@@ -15,10 +15,10 @@ from jaxtyping import Array
 
 from dejax.model import Params
 from dejax.pytree import pytree
-from dejax.sharding import split_rows
-from train.distill_step import Batch, loss_fn
+from train.distill_step import loss_fn
 from train.losses import TERMS
 from train.stacked import StackedParams
+from train.update import Batch, gradients, update
 
 
 @pytree(frozen=True)
@@ -33,40 +33,6 @@ class DistillState:
     draft: Params
     opt_state: Any
     average: Params | None = None
-
-
-def _micro_batches(batch: Batch, count: int) -> Batch:
-    """A batch as `count` smaller ones [count, B / count, T], each with rows of every device."""
-
-    def split(a):
-        return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
-
-    return jax.tree.map(split, batch)
-
-
-def gradients(
-    loss: Callable[..., Any], trained: Params, batch: Batch, *args: Any, accumulate: int = 1
-) -> tuple[Any, dict[str, Array]]:
-    """Gradient and metrics of `loss(trained, batch, *args)` over a batch.
-
-    With `accumulate`, over so many smaller batches in turn, each weighted by the tokens it counts.
-    """
-    grad = jax.value_and_grad(loss, has_aux=True)
-    if accumulate == 1:
-        (_, metrics), grads = grad(trained, batch, *args)
-        return grads, metrics
-    total = jnp.maximum(batch["mask"].sum(), 1)
-
-    def step(sums, part):
-        (_, metrics), grads = grad(trained, jax.tree.map(split_rows, part), *args)
-        share = part["mask"].sum() / total
-        return jax.tree.map(lambda a, b: a + share * b, sums, (grads, metrics)), None
-
-    parts = _micro_batches(batch, accumulate)
-    first = jax.tree.map(lambda a: a[0], parts)
-    shapes = jax.eval_shape(lambda part: grad(trained, part, *args), first)
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[1], shapes[0][1]))
-    return jax.lax.scan(step, zero, parts)[0]
 
 
 def make_step(
@@ -87,10 +53,9 @@ def make_step(
         def loss(draft, batch):
             return loss_fn(draft, params, batch, weights, **loss_options)
 
-        grads, metrics = gradients(loss, state.draft, batch, accumulate=accumulate)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        draft: Any = optax.apply_updates(state.draft, updates)
+        draft, opt_state, metrics = update(
+            optimizer, loss, state.draft, state.opt_state, batch, accumulate=accumulate
+        )
         average: Any = state.average
         if average is not None:
             average = optax.incremental_update(draft, average, 1 - ema)

@@ -30,7 +30,16 @@ Resume = Literal["auto", "none"]
 MOST_DEVICES = 256
 """Virtual CPU devices that a run may ask for: JAX makes them all at once, when it starts."""
 
-_MAY_CHANGE = ("loop", "phases", "optimizer", "cpu_devices", "mesh", "remat", "split_draft")
+_MAY_CHANGE = (
+    "loop",
+    "phases",
+    "optimizer",
+    "cpu_devices",
+    "mesh",
+    "remat",
+    "split_draft",
+    "eval_rows",
+)
 """What of a configuration a resumed run may have otherwise: how long, how fast, on what."""
 _MAY_NOT = ("optimizer.kind",)
 
@@ -127,7 +136,7 @@ def check_resume(
 
 
 def _may_change(name: str) -> bool:
-    if name == "config.target":  # a folder; the target's identity is compared beside it
+    if name in ("config.target", "config.dense"):  # paths; identities are compared beside them
         return True
     setting = name.removeprefix("config.")
     return setting.split(".")[0] in _MAY_CHANGE and setting not in _MAY_NOT

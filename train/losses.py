@@ -5,7 +5,7 @@ full target, its most likely token, the output of the experts that the draft pat
 its routers. What comes from the target is a constant to all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from dejax.errors import UsageError
-from dejax.sharding import VocabularyPart, over_vocabulary
+from dejax.sharding import VocabularyPart, on_host, over_vocabulary
 
 
 class Total(NamedTuple):
@@ -32,6 +32,15 @@ class Total(NamedTuple):
     def mean(self) -> Float[Array, "*parts"]:
         """sum / count, zero where nothing was counted."""
         return self.sum / jnp.where(self.count > 0, self.count, 1)
+
+
+def add_up(parts: Iterable[dict[str, Total]]) -> dict[str, Any]:
+    """The totals of many batches, name by name, summed in float64 on the host."""
+    sums: dict[str, Any] = {}
+    for part in parts:
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), on_host(part))
+        sums = jax.tree.map(np.add, sums, wide) if sums else wide
+    return sums
 
 
 def over_chunks(
@@ -149,11 +158,12 @@ class VocabularyTotals(NamedTuple):
 
 def vocabulary_losses(
     head: Float[Array, "V D"],
-    teacher: Float[Array, "B T D"],
+    teacher: Float[Array, "B T _D"],
     student: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     mask: Float[Array, "B T"],
     *,
+    teacher_head: Float[Array, "V _D"] | None = None,
     weights: Any = (1.0, 0.0),
     temperature: float = 1.0,
     chunk: int = 512,
@@ -165,7 +175,7 @@ def vocabulary_losses(
     its own part of the vocabulary, for all rows of its group; the head is never gathered.
 
     Args:
-      head: output embedding, a constant.
+      head: output embedding, a constant; teacher_head: that of `teacher`, if it has its own.
       weights: of the logit and the token loss in the objective; numbers or a traced pair.
       chunk: rows of this device whose logits are held at a time.
 
@@ -176,8 +186,9 @@ def vocabulary_losses(
     kind = jnp.promote_types(student.dtype, jnp.float32)
     pair = jnp.asarray(weights, kind)
     rows = jax.lax.stop_gradient((teacher, targets, mask))
+    heads = (head,) if teacher_head is None else (head, teacher_head)
     options = (float(temperature), chunk)
-    compared: Any = _compared(options, student, head, pair, rows)
+    compared: Any = _compared(options, student, heads, pair, rows)
     objective, sums = compared
     count = mask.sum().astype(kind)
     totals = (Total(sums[i], count) for i in range(len(VocabularyTotals._fields)))
@@ -185,14 +196,14 @@ def vocabulary_losses(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compared(options, student, head, weights, rows):
+def _compared(options, student, heads, weights, rows):
     """The objective and the five sums; `_sweep` without the gradient."""
-    return _sweep(options, student, head, weights, rows, with_gradient=False)[:2]
+    return _sweep(options, student, heads, weights, rows, with_gradient=False)[:2]
 
 
-def _compared_fwd(options, student, head, weights, rows):
-    objective, sums, gradient = _sweep(options, student, head, weights, rows, with_gradient=True)
-    return (objective, sums), (gradient, head, weights, rows)
+def _compared_fwd(options, student, heads, weights, rows):
+    objective, sums, gradient = _sweep(options, student, heads, weights, rows, with_gradient=True)
+    return (objective, sums), (gradient, heads, weights, rows)
 
 
 def _compared_bwd(options, residual, cotangents):
@@ -203,14 +214,17 @@ def _compared_bwd(options, residual, cotangents):
 _compared.defvjp(_compared_fwd, _compared_bwd)
 
 
-def _sweep(options, student, head, weights, rows, *, with_gradient):
-    """The objective, the five sums [5], and the objective's gradient [B, T, D] (or zeros [B])."""
+def _sweep(options, student, heads, weights, rows, *, with_gradient):
+    """The objective, the five sums [5], and the objective's gradient [B, T, D] (or zeros [B]).
+
+    `heads` are the student's and the teacher's, or one that serves both.
+    """
     temperature, chunk = options
 
-    def local(part: VocabularyPart, head, rows, weights):
+    def local(part: VocabularyPart, heads, rows, weights):
         student, teacher, targets, mask = rows
         width, (batch, length) = student.shape[-1], student.shape[:2]
-        flat = (student.reshape(-1, width), teacher.reshape(-1, width))
+        flat = (student.reshape(-1, width), teacher.reshape(-1, teacher.shape[-1]))
         flat = (*flat, targets.reshape(-1), mask.reshape(-1))
         size = min(chunk, batch * length)
         count = -(-batch * length // size)
@@ -221,7 +235,7 @@ def _sweep(options, student, head, weights, rows, *, with_gradient):
 
         def step(sums, piece):
             rows = tuple(map(part.gather, piece))
-            columns, slope = _compare_rows(part, head, rows, weights, temperature, with_gradient)
+            columns, slope = _compare_rows(part, heads, rows, weights, temperature, with_gradient)
             return sums + columns, part.scatter(slope) if with_gradient else None
 
         zero = jnp.zeros(len(VocabularyTotals._fields), weights.dtype)
@@ -233,11 +247,12 @@ def _sweep(options, student, head, weights, rows, *, with_gradient):
         gradient = jnp.reshape(slopes, (-1, width))[: batch * length]
         return sums, gradient.reshape(student.shape).astype(student.dtype)
 
-    sums, gradient = over_vocabulary(local, head, (student, *rows), weights, out_rows=(False, True))
+    rows = (student, *rows)
+    sums, gradient = over_vocabulary(local, heads, rows, weights, out_rows=(False, True))
     return weights[0] * sums[0] + weights[1] * sums[1], sums, gradient
 
 
-def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tuple[Any, Any]:
+def _compare_rows(part, heads, rows, weights, temperature, with_gradient) -> tuple[Any, Any]:
     """The five sums of some rows, and each row's gradient of the objective ([N, D], this part's).
 
     d KL_T / d logits = (softmax(draft / T) - softmax(full / T)) / T, times T^2; d CE / d logits =
@@ -246,9 +261,9 @@ def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tupl
     student, teacher, targets, mask = rows
     kind = weights.dtype
     product = partial(jnp.einsum, "nd,vd->nv", preferred_element_type=kind)
-    table = head.astype(student.dtype)
-    full, draft = product(teacher, table), product(student, table)
-    ids = part.first + jnp.arange(len(head), dtype=targets.dtype)
+    tables = [head.astype(student.dtype) for head in heads]
+    full, draft = product(teacher, tables[-1]), product(student, tables[0])
+    ids = part.first + jnp.arange(len(tables[0]), dtype=targets.dtype)
     mask = mask.astype(kind)
 
     def log_law(logits):
@@ -278,7 +293,7 @@ def _compare_rows(part, head, rows, weights, temperature, with_gradient) -> tupl
     slope = weights[0] * temperature * (jnp.exp(soft_draft) - jnp.exp(soft_full))
     slope += weights[1] * (jnp.exp(log_draft) - (ids == most_likely[:, None]))
     slope = (slope * mask[:, None]).astype(student.dtype)
-    return sums, jnp.einsum("nv,vd->nd", slope, table)
+    return sums, jnp.einsum("nv,vd->nd", slope, tables[0])
 
 
 def _best(part: VocabularyPart, logits: Float[Array, "N _V"]) -> Int[Array, " N"]:

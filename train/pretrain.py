@@ -49,6 +49,7 @@ from train.stacked import (
     StackedParams,
     expert_counts,
     forward,
+    load_shares,
     stack_target,
     unstack_target,
 )
@@ -142,7 +143,7 @@ def loss_fn(
     counted = add_shards(total.count)
     experts = definition.config.moe.num_experts
     counts = add_shards(expert_counts(taps.routing.ids, batch["mask"], num_experts=experts))
-    load = counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)
+    load = load_shares(counts)
     share = batch["mask"].sum() / counted
     balance = share * load_balance(taps.routing.scores, load, batch["mask"]).mean()
     spread = share * gate_concentration(taps.routing.gates, batch["mask"])

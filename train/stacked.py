@@ -1,7 +1,8 @@
 """A target laid out for training: its MoE layers stacked, so that one scan compiles one layer.
 
-`stack_target` and `unstack_target` convert between the canonical form (a `Transformer` and one
-[E, 3, F, D] array a MoE layer) and `StackedParams`; `forward` runs whole sequences.
+Of a dense model all layers are stacked. `stack_target` and `unstack_target` convert between the
+canonical form (a `Transformer` and one [E, 3, F, D] array a MoE layer) and `StackedParams`;
+`forward` and `dense_forward` run whole sequences.
 """
 
 import math
@@ -18,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dejax.config import ModelConfig
 from dejax.draft.path import routed_output
-from dejax.errors import UsageError
 from dejax.model import (
     DecoderLayer,
     ExpertsFn,
@@ -47,9 +47,9 @@ class StackedParams:
     """Weights of a target for training.
 
     Attributes:
-      outer: everything outside the MoE layers (embedding, dense layers, norm, head).
-      layers: resident weights of the MoE layers, each array with a leading axis L.
-      routed: [L, E, 3, F, D], the routed experts.
+      outer: everything outside the stacked layers (embedding, a MoE's dense layers, norm, head).
+      layers: resident weights of the stacked layers, each array with a leading axis L.
+      routed: [L, E, 3, F, D], the routed experts; none (E is 0) of a dense model.
     """
 
     outer: Params
@@ -66,39 +66,38 @@ class StackedDef:
     layer: nnx.GraphDef
 
     @property
+    def stacked_layers(self) -> tuple[int, ...]:
+        """The decoder's own index of each stacked layer: MoE layers, or all of a dense model."""
+        return self.config.moe_layers or tuple(range(self.config.num_layers))
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """The decoder's own index of each layer that `outer` holds."""
-        moe = self.config.moe_layers
-        return tuple(i for i in range(self.config.num_layers) if i not in moe)
+        stacked = self.stacked_layers
+        return tuple(i for i in range(self.config.num_layers) if i not in stacked)
 
     @property
     def windowed(self) -> Bool[np.ndarray, " L"] | None:
-        """Which MoE layers have a sliding window; None where no layer has one."""
+        """Which stacked layers have a sliding window; None where no layer has one."""
         if self.config.window is None:
             return None
-        return np.array([self.config.is_windowed(i) for i in self.config.moe_layers])
+        return np.array([self.config.is_windowed(i) for i in self.stacked_layers])
 
 
 def stack_target(
     model: Transformer, routed: dict[int, Float[Array, "E 3 F D"]]
 ) -> tuple[StackedDef, StackedParams]:
-    """Stacks the MoE layers of a target; the arrays are copied.
-
-    Raises:
-      UsageError: the target is dense.
-    """
+    """Stacks the MoE layers of a target, or all of a dense model; the arrays are copied."""
     config = model.config
-    if not config.moe_layers:
-        raise UsageError(f"{config.family}: no layer has routed experts; expected a MoE")
-    splits = [split_layer(model.layers[i]) for i in config.moe_layers]
+    places = config.moe_layers or tuple(range(config.num_layers))
+    splits = [split_layer(model.layers[i]) for i in places]
     definition = splits[0][0]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in splits))
-    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
-    outer_def, outer = split_outer(model, layers=dense)
+    rest = [i for i in range(config.num_layers) if i not in places]
+    outer_def, outer = split_outer(model, layers=rest)
+    none = jnp.zeros((0, 3, 0, config.width), model.embedding[...].dtype)
     stacked = StackedParams(
-        outer=outer,
-        layers=layers,
-        routed=jnp.stack([routed[i] for i in config.moe_layers]),
+        outer=outer, layers=layers, routed=jnp.stack([routed.get(i, none) for i in places])
     )
     return StackedDef(config=config, outer=outer_def, layer=definition), stacked
 
@@ -108,12 +107,12 @@ def unstack_target(
 ) -> tuple[Transformer, dict[int, Float[Array, "E 3 F D"]]]:
     """The canonical form of stacked weights: the inverse of `stack_target`."""
     model = nnx.merge(definition.outer, params.outer)
-    moe_layers = definition.config.moe_layers
-    slices = [jax.tree.map(lambda a, i=i: a[i], params.layers) for i in range(len(moe_layers))]
+    places = definition.stacked_layers
+    slices = [jax.tree.map(lambda a, i=i: a[i], params.layers) for i in range(len(places))]
     layers = dict(zip(definition.dense_layers, model.layers, strict=True))
-    layers |= {i: nnx.merge(definition.layer, p) for i, p in zip(moe_layers, slices, strict=True)}
+    layers |= {i: nnx.merge(definition.layer, p) for i, p in zip(places, slices, strict=True)}
     model.layers = nnx.List([layers[i] for i in sorted(layers)])
-    return model, {layer: params.routed[i] for i, layer in enumerate(moe_layers)}
+    return model, {layer: params.routed[i] for i, layer in enumerate(definition.config.moe_layers)}
 
 
 def layer_of(definition: StackedDef, params: Params) -> DecoderLayer:
@@ -224,7 +223,7 @@ def embed_outer(
     outer, config = nnx.merge(definition.outer, weights), definition.config
     x = split_rows(embed(outer, tokens, dtype))
     for index, layer in zip(definition.dense_layers, outer.layers, strict=True):
-        if index < config.moe_layers[0]:
+        if index < definition.stacked_layers[0]:
             x = sight.dense(config, index, layer, x)
     return outer, x
 
@@ -237,14 +236,14 @@ def scan_layers(
     carry: Any,
     pieces: Any,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` of `body(carry, piece, windowed)` over the MoE layers.
+    """`jax.lax.scan` of `body(carry, piece, windowed)` over the stacked layers.
 
     `windowed` tells whether the layer has a sliding window (None: none has). Dense layers between
     them are `dense(index, layer, carry)`.
     """
-    config, flags = definition.config, definition.windowed
+    flags = definition.windowed
     between = dict(zip(definition.dense_layers, outer.layers, strict=True))
-    runs, outputs = _runs(config.moe_layers), []
+    runs, outputs = _runs(definition.stacked_layers), []
 
     def step(carry, piece):
         carry, output = body(carry, *piece)
@@ -307,9 +306,33 @@ def forward(
     return outer, x, taps
 
 
+def dense_forward(
+    definition: StackedDef,
+    params: StackedParams,
+    batch: Mapping[str, Any],
+    *,
+    dtype=jnp.float32,
+) -> tuple[Transformer, Float[Array, "B T D"]]:
+    """`forward` of a dense model, which has no taps."""
+    sight = Sight.of(definition.config, batch)
+    outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
+
+    def body(x, pieces, windowed):
+        layer = layer_of(definition, pieces[0])
+        return _feed_forward(layer, sight.attend(layer, x, windowed)), None
+
+    dense = partial(sight.dense, definition.config)
+    return outer, scan_layers(definition, outer, body, dense, x, (params.layers,))[0]
+
+
 def expert_counts(
     ids: Int[Array, "L B T K"], mask: Float[Array, "B T"], *, num_experts: int
 ) -> Float[Array, "L E"]:
     """Assignments of counted tokens that each expert gets, layer by layer."""
     hits = jax.nn.one_hot(ids, num_experts) * mask[None, :, :, None, None]
     return hits.sum(axis=(1, 2, 3))
+
+
+def load_shares(counts: Float[Array, "L E"]) -> Float[Array, "L E"]:
+    """Each expert's share of its layer's assignments, given `expert_counts`."""
+    return counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1)

@@ -9,10 +9,11 @@ target's forward pass, the draft network's forward and backward pass, and the tr
 gradients.
 """
 
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,10 @@ def random_rows(model: ModelConfig, config: DistillConfig) -> dict[str, jax.Arra
     """A batch of random tokens, a document a row."""
     rng = np.random.default_rng(1)
     shape = (config.batch_size, config.seq_len)
-    batch = {key: jnp.ones(s.shape, s.dtype) for key, s in abstract_batch(config).items()}
+    batch = {
+        key: jnp.ones(s.shape, s.dtype)
+        for key, s in abstract_batch(config.batch_size, config.seq_len).items()
+    }
     batch["tokens"] = jnp.asarray(rng.integers(0, model.vocab_size, shape), jnp.int32)
     batch["targets"] = jnp.roll(batch["tokens"], -1, axis=1)
     batch["positions"] = jnp.broadcast_to(jnp.arange(config.seq_len, dtype=jnp.int32), shape)
@@ -166,7 +170,19 @@ def measure(parts: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
     return seconds
 
 
-def compile_seconds(model: ModelConfig, config: DistillConfig, mesh: Any) -> dict[str, float]:
+@contextlib.contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Without compilations kept on disk: reading one would be measured for compiling."""
+    config: Any = jax.config  # which does not tell the names that it has
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+
+
+def compile_seconds(model: ModelConfig, config: DistillConfig, mesh: Any) -> dict[str, Any]:
     """Seconds to trace and to compile the step, and lines of the compiled program's source."""
     began = time.perf_counter()
     _, step, arguments = abstract_step(model, config, mesh)
@@ -232,9 +248,9 @@ def main(argv: list[str]) -> int:
         remat=args.remat,
     )
     say("compiling at each depth")
-    jax.config.update("jax_enable_compilation_cache", False)  # or it would measure reading a file
-    mesh = make_mesh(config.mesh)
-    compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in DEPTHS]
+    with _nothing_cached():
+        mesh = make_mesh(config.mesh)
+        compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in DEPTHS]
     say(f"{model.num_layers} layers with random weights")
     result = {"model": str(args.model), "layers": model.num_layers, "tokens": args.tokens}
     result |= step_cost(model, config, repeats=args.repeats) | {"compile": compiled}

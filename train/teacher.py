@@ -27,7 +27,9 @@ from dejax.target import (
     Target,
     check_dtype,
     checkpoint_identity,
+    is_gguf,
     load_config,
+    load_target,
     load_tokenizer,
     model_folder,
 )
@@ -77,7 +79,17 @@ def as_teacher(target: Target | Teacher, mesh: Mesh | None = None) -> Teacher:
     """
     if isinstance(target, Teacher):
         return target
-    mesh = one_device() if mesh is None else mesh
+    _check_moe(target.config)
+    return _lay_out(target, one_device() if mesh is None else mesh, target.compute_dtype)
+
+
+def _check_moe(config: ModelConfig) -> None:
+    if not config.moe_layers:
+        raise UsageError(f"{config.family}: no layer has routed experts; expected a MoE")
+
+
+def _lay_out(target: Target, mesh: Mesh, dtype: Any) -> Teacher:
+    """A target, dense or not, on a mesh, for activations in `dtype`."""
     routed = {layer: target.layer_experts(layer) for layer in target.config.moe_layers}
     definition, params = stack_target(target.model, routed)
     check_divides(target.config, mesh)
@@ -86,7 +98,7 @@ def as_teacher(target: Target | Teacher, mesh: Mesh | None = None) -> Teacher:
         definition=definition,
         params=params,
         mesh=mesh,
-        dtype=target.compute_dtype,
+        dtype=dtype,
         identity=target.identity,
         name=target.name,
         tokenizer=target.tokenizer,
@@ -99,8 +111,10 @@ def abstract_target(config: ModelConfig, dtype: Any) -> tuple[StackedDef, Stacke
 
     def build() -> StackedParams:
         model = Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
-        shape = (config.moe.num_experts, *config.expert_shape)
-        routed = {layer: jnp.zeros(shape, dtype) for layer in config.moe_layers}
+        routed = {}
+        if config.moe_layers:
+            stack = jnp.zeros((config.moe.num_experts, *config.expert_shape), dtype)
+            routed = dict.fromkeys(config.moe_layers, stack)
         definition, params = stack_target(model, routed)
         definitions.append(definition)
         return _routers_widened(params)
@@ -138,10 +152,37 @@ def load_teacher(
         is dense, or the mesh does not divide it.
     """
     held = check_dtype(dtype)
+    _check_moe(load_config(model_folder(path)))
+    return _read(path, mesh, held, _compute_dtype(held, compute))
+
+
+def load_dense(
+    path: str | Path, mesh: Mesh, *, dtype: str = "float32", compute: str | None = None
+) -> Teacher:
+    """As `load_teacher`, of a dense model: a Hugging Face folder, or a GGUF file of a Llama.
+
+    A file is read whole by every process before it goes to the mesh.
+
+    Raises:
+      UsageError: as `load_teacher`, or the model is a mixture of experts.
+    """
+    held = check_dtype(dtype)
+    if is_gguf(path):
+        return _lay_out(load_target(path, dtype), mesh, _compute_dtype(held, compute))
+    config = load_config(model_folder(path))
+    if config.moe_layers:
+        raise UsageError(f"{path}: {config.family} is a mixture of experts; expected a dense model")
+    return _read(path, mesh, held, _compute_dtype(held, compute))
+
+
+def _compute_dtype(held: Any, compute: str | None) -> Any:
+    return jnp.promote_types(held, jnp.float32) if compute is None else check_dtype(compute)
+
+
+def _read(path: str | Path, mesh: Mesh, held: Any, compute: Any) -> Teacher:
+    """A folder's weights, in `held`, straight to the mesh."""
     folder = model_folder(path)
     config = load_config(folder)
-    if not config.moe_layers:
-        raise UsageError(f"{config.family}: no layer has routed experts; expected a MoE")
     check_divides(config, mesh)
     converted = (folder / STORE_DIR).exists()
     plan = hf_weights.plan_checkpoint(folder, config, resident_only=converted)
@@ -161,7 +202,7 @@ def load_teacher(
         definition=definition,
         params=_load(plan, read, definition, shapes, mesh),
         mesh=mesh,
-        dtype=jnp.promote_types(held, jnp.float32) if compute is None else check_dtype(compute),
+        dtype=compute,
         identity=identity,
         name="tiny" if str(path) == "tiny" else folder.resolve().name,
         tokenizer=load_tokenizer(folder),
@@ -177,7 +218,7 @@ def _load(
 ) -> StackedParams:
     """Every array of a stacked target, on the mesh."""
     shardings = target_shardings(shapes, mesh)
-    moe, dense = definition.config.moe_layers, definition.dense_layers
+    places, dense = definition.stacked_layers, definition.dense_layers
 
     def name_of(path) -> str:
         return ".".join(str(part.key) for part in path)
@@ -198,11 +239,12 @@ def _load(
             return hf_weights.read_array(plan, f"layers.{layer}.{rest}", shape.dtype)
 
         def part(index):
-            return np.stack([layer_array(layer)[index[1:]] for layer in moe[index[0]]])
+            return np.stack([layer_array(layer)[index[1:]] for layer in places[index[0]]])
 
         return jax.make_array_from_callback(shape.shape, sharding, part)
 
-    with progress("load", len(moe), "layers") as bar:
+    moe = definition.config.moe_layers
+    with progress("load", max(1, len(moe)), "layers") as bar:
         with bar.aside("reading resident weights"):
             walk = jax.tree_util.tree_map_with_path
             resident = walk(outer, shapes.outer, shardings.outer)

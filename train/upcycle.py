@@ -13,7 +13,6 @@ command again. At the end both models are compared on text that was not fitted o
 import hashlib
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import families
-from dejax.ckpt.hf_weights import write_checkpoint
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
@@ -40,10 +38,10 @@ from infer.arguments import (
     parse,
 )
 from infer.console import print_table, progress, say
-from infer.convert import copy_companions
 from infer.output import report
 from infer.units import format_bytes
 from train.data import Batch
+from train.model_folder import write_model_folder
 from train.upcycle_layers import (
     BATCH,
     FOLDS,
@@ -211,12 +209,8 @@ def write_moe(
     found = {layer: state.read_layer(layer) for layer in config.moe_layers}
     layers = {layer: routed for layer, (routed, _) in found.items()}
     model, stacks = assemble(dense.model, config, layers, dtype)
-    with tempfile.TemporaryDirectory(dir=state.folder) as folder:
-        if is_gguf(source):
-            dense.tokenizer.save_pretrained(folder)
-        else:
-            copy_companions(Path(source), Path(folder))
-        write_checkpoint(out, raw, model, stacks, dtype=dtype, tokenizer=Path(folder))
+    beside = dense.tokenizer if is_gguf(source) else Path(source)
+    write_model_folder(out, raw, model, stacks, dtype=dtype, source=beside)
     return [fit for _, fit in found.values()]
 
 

@@ -1,88 +1,85 @@
-"""Judging a divergence: near-ties are told from real ones, and a lost token is never excused."""
+"""The exactness gate: what it compares, and that it fails where tokens really differ."""
 
-import dataclasses
+import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from dejax.spec.sampling import SamplingConfig
-from infer.verify import NEAR_TIE, first_difference, in_float64, judge, next_logits
-from tests.infer.random_target import random_target
+from dejax import cli
+from infer import verify as program
+from tests.families.random_folder import raw_config, write_folder
 
-PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target("shared", dtype=jnp.float32)
+PROMPTS = [{"id": "a", "prompt": [3, 1, 4, 1, 5]}, {"id": "b", "prompt": [9, 2, 6]}]
 
 
 @pytest.fixture(scope="module")
-def ranked(target):
-    """Token ids after the prompt, the likeliest first."""
-    return np.argsort(-next_logits(target, PROMPT)).tolist()
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+    return write_folder(folder / "model", raw_config("no-yarn-all-moe"))
 
 
-def test_first_difference():
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert first_difference([], [4]) == 0
+def verify(model, *more):
+    """Exit status and result of the verb on the two prompts."""
+    result = model.parent / "result.json"
+    result.unlink(missing_ok=True)
+    prompts = ["--prompts", str(model.parent / "prompts.jsonl"), "--max-new-tokens", "8"]
+    argv = ["verify", str(model), *prompts, "--json", str(result), *more]
+    return cli.main(argv), json.loads(result.read_text()) if result.exists() else None
 
 
-def test_equal_tokens_are_no_divergence(target):
-    assert judge(target, PROMPT, [1, 2], [1, 2], SamplingConfig(), id="a") is None
+def test_every_mode_is_compared(model, capsys):
+    status, result = verify(model, "--draft", "init")
+    assert status == 0 and result is not None
+    assert [(row["dtype"], row["mode"]) for row in result["rows"]] == [
+        ("float32", "top-r"),
+        ("float32", "draft-expert"),
+    ]
+    for row in result["rows"]:
+        assert (row["prompts"], row["tokens"], row["real"]) == (2, 16, 0)
+        assert row["identical"] + row["near_ties"] == 2
+    assert "tokens beside autoregressive decoding" in capsys.readouterr().out
 
 
-def test_another_token_is_real(target, ranked):
-    found = judge(target, PROMPT, ranked[:1], ranked[5:6], SamplingConfig(), id="a")
-    assert found is not None and found.float64_verdict == "real" and found.margin > NEAR_TIE
-    assert (found.id, found.index, found.reference, found.emitted) == ("a", 0, ranked[0], ranked[5])
+@pytest.mark.slow
+def test_float64_needs_no_setting_and_sampling_is_compared_too(model):
+    status, result = verify(model, "--dtypes", "float64", "bfloat16", "--temperature", "0.8")
+    assert status == 0 and result is not None
+    assert [row["dtype"] for row in result["rows"]] == ["float64", "bfloat16"]
+    assert result["rows"][0]["identical"] == 2
 
 
-def test_a_tie_is_near(target, ranked):
-    # Two tokens with the same output row have the same logit: no arithmetic can prefer one.
-    head = target.model.head[...]
-    model = jax.tree.map(lambda a: a, target.model)
-    model.head[...] = head.at[ranked[1]].set(head[ranked[0]])
-    tied = dataclasses.replace(target, model=model)
-    found = judge(tied, PROMPT, ranked[:1], ranked[1:2], SamplingConfig(), id="a")
-    assert found is not None and found.float64_verdict == "near-tie" and found.margin == 0.0
+def test_a_real_difference_fails_the_gate(model, monkeypatch, capsys):
+    original = program.generate
+
+    def wrong(target, prompts, *, mode, **options):
+        found = original(target, prompts, mode=mode, **options)
+        if mode != "ar":
+            found[1].tokens[3] = (found[1].tokens[3] + 1) % target.config.vocab_size
+        return found
+
+    monkeypatch.setattr(program, "generate", wrong)
+    status, result = verify(model)
+    assert status == 1 and result is not None
+    (divergence,) = result["rows"][0]["divergences"]
+    assert (divergence["id"], divergence["index"], divergence["float64_verdict"]) == (
+        "b",
+        3,
+        "real",
+    )
+    shown = capsys.readouterr().err
+    assert "prompt b differs at new token 3" in shown
+    assert "tokens differ from autoregressive decoding: top-r in float32" in shown
 
 
-def test_two_tokens_that_tie_far_below_the_best_are_real(target, ranked):
-    head = target.model.head[...]
-    model = jax.tree.map(lambda a: a, target.model)
-    model.head[...] = head.at[ranked[-1]].set(head[ranked[-2]])
-    tied = dataclasses.replace(target, model=model)
-    found = judge(tied, PROMPT, ranked[-1:], ranked[-2:-1], SamplingConfig(), id="a")
-    assert found is not None and found.float64_verdict == "real"
-
-
-def test_a_missing_token_is_real(target, ranked):
-    found = judge(target, PROMPT, ranked[:2], ranked[:1], SamplingConfig(), id="a")
-    assert found is not None and found.index == 1 and found.float64_verdict == "real"
-
-
-def test_seeded_choices_are_judged_with_their_noise(target):
-    sampling = SamplingConfig(temperature=1.0, seed=4)
-    logits = next_logits(target, PROMPT)
-    from dejax.spec.sampling import TokenPicker
-
-    picker = TokenPicker(sampling, sample=0, vocab_size=len(logits))
-    chosen = picker.pick(logits, position=len(PROMPT))
-    other = int(np.argsort(-picker.scores(logits, position=len(PROMPT)))[7])
-    assert judge(target, PROMPT, [chosen], [other], sampling, id="a").float64_verdict == "real"
-
-
-def test_widening_keeps_every_weight(target):
-    with jax.enable_x64(True):
-        wide = in_float64(target)
-        assert wide.model.embedding[...].dtype == jnp.float64
-        same = np.asarray(wide.model.embedding[...], np.float32)
-        logits = next_logits(wide, PROMPT)
-    assert np.array_equal(same, np.asarray(target.model.embedding[...]))
-    assert logits.dtype == np.float64
-    assert np.allclose(logits, next_logits(target, PROMPT), atol=1e-3)
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--r", "99"], "--r is 99; the target routes to"),
+        (["--dtypes", "int8"], "int8"),
+        (["--max-new-tokens", "99999"], "no prompt fits the context"),
+    ],
+)
+def test_bad_calls_are_one_line(model, capsys, more, message):
+    status, result = verify(model, *more)
+    assert status == 2 and result is None
+    assert message in capsys.readouterr().err.splitlines()[-1]
