@@ -61,7 +61,7 @@ def _obstacle(config: ModelConfig) -> str | None:
         if a.query_rank is not None and config.num_layers in _LITE_DEPTHS:
             return f"no query rank in models of {config.num_layers} layers"
         return None
-    if family != "llama" and (a.rope.llama3 or a.rope.divisors):
+    if ARCHITECTURES[family] != "llama" and (a.rope.llama3 or a.rope.divisors):
         return "no divisors of rotary frequencies"
     if family == "gpt_oss":
         return None if a.bias and a.out_bias else "biases in every attention"

@@ -17,6 +17,7 @@ TOLERANCE = 5e-4
 IDS = np.random.default_rng(1).integers(4, 256, 40).tolist()
 TRUNCATED = dict(rope_parameters=yarn(truncate=True, rope_theta=150000.0))
 WHOLE = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0)
+_LLAMA3 = raw_config("llama")["rope_parameters"]
 
 EQUAL = {
     "lite": ("lite", {}),
@@ -30,6 +31,7 @@ EQUAL = {
     "olmoe": ("olmoe", {}),
     "olmoe, tied": ("olmoe", dict(tie_word_embeddings=True)),
     "mixtral": ("mixtral", {}),
+    "mixtral, frequencies divided": ("mixtral", dict(rope_parameters=_LLAMA3)),
     "gpt-oss, truncate true": ("gpt-oss", TRUNCATED),
     "glm4-moe": ("glm4-moe", {}),
     "glm4-moe-groups": ("glm4-moe-groups", {}),
@@ -58,6 +60,21 @@ UNEQUAL = {
     "gpt-oss, activation": ("gpt-oss", dict(TRUNCATED, swiglu_limit=1.0), "limit 7"),
 }
 """Name -> configuration, changes, and what the export says llama.cpp does instead."""
+
+REFUSED = {
+    "deepseek2 has no biases": ("lite", dict(attention_bias=True)),
+    "deepseek2 has no layers without shared experts": ("lite", dict(n_shared_experts=0)),
+    "no query rank in models of 27 layers": ("v3", dict(num_hidden_layers=27)),
+    "qwen3moe has no biases in its attention": ("qwen3-moe", dict(attention_bias=True)),
+    "no dense layers between those with experts": ("qwen3-moe-dense-between", {}),
+    "qwen3moe has no dense layers": ("qwen3-moe", dict(mlp_only_layers=[0])),
+    "qwen3 has no biases in its attention": ("qwen3", dict(attention_bias=True)),
+    "no divisors of rotary frequencies": ("qwen3", dict(rope_parameters=_LLAMA3)),
+    "olmoe has no biases in its attention": ("olmoe", dict(attention_bias=True)),
+    "only keys and queries as wide as the model": ("olmoe", dict(num_key_value_heads=2)),
+    "gpt-oss has biases in every attention": ("gpt-oss", dict(TRUNCATED, attention_bias=False)),
+}
+"""What the export says -> configuration and changes that llama.cpp would not load."""
 
 
 def small_model(folder: Path, name: str, more: dict) -> Path:

@@ -17,13 +17,16 @@ from dejax.draft.expert import draft_of_params
 from dejax.errors import FailedError, UsageError
 from dejax.export import gguf_tensors
 from dejax.export.gguf import without_folders
+from dejax.export.gguf_config import architecture
 from dejax.export.gguf_tokenizer import pre_tokenizer
+from dejax.families import model_config
 from dejax.target import load_target
 from infer.convert import convert
 from infer.export import main
 from tests.families.configurations import raw_config
 from tests.families.random_folder import write_folder
 from tests.infer import small_tokenizer
+from tests.infer.gguf_cases import REFUSED
 
 
 def export(folder: Path, out: Path, *options: str) -> gguf.GGUFReader:
@@ -257,13 +260,7 @@ def test_numbers_beyond_float16_are_not_written_as_infinity(tmp_path):
             ["--format", "safetensors", "--draft", "init", "--dtype", "f32"],
             "--dtype is for --format gguf",
         ),
-        ("lite", dict(attention_bias=True), [], "architecture deepseek2 has no biases"),
-        ("lite", dict(n_shared_experts=0), [], "no layers without shared experts"),
-        ("full", dict(num_hidden_layers=27), [], "no query rank in models of 27 layers"),
-        ("qwen3-moe-dense-between", {}, [], "qwen3moe has no dense layers between"),
-        ("qwen3-window", {}, [], "qwen3 has no biases in its attention"),
-        ("olmoe", dict(num_key_value_heads=2), [], "only keys and queries as wide as the model"),
-        ("gpt-oss", dict(attention_bias=False), [], "gpt-oss has biases in every attention"),
+        ("lite", dict(attention_bias=True), [], "not a GGUF file: llama.cpp's architecture deepse"),
         (
             "v3",
             {},
@@ -285,6 +282,13 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, name, more, op
         export(folder, tmp_path / "out.gguf", *options)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_configurations_without_a_place_in_llama_cpp_are_refused(message):
+    name, more = REFUSED[message]
+    with pytest.raises(UsageError, match=message):
+        architecture(model_config(raw_config(name, **more)))
 
 
 def test_places_that_cannot_be_written_are_refused_first(model, tmp_path):

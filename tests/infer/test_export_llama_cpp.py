@@ -12,6 +12,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import DraftConfig
 from dejax.draft.expert import Draft, random_draft
 from dejax.draft.path import draft_experts
+from dejax.export import gguf_config
 from dejax.export.gguf import export_adapter, export_draft_model, export_target
 from dejax.model import layer_full
 from dejax.target import Target, load_target, read_outline
@@ -21,6 +22,7 @@ from tests.infer import small_tokenizer
 from tests.infer.gguf_cases import (
     EQUAL,
     IDS,
+    REFUSED,
     TOLERANCE,
     UNEQUAL,
     both,
@@ -51,6 +53,13 @@ def test_where_llama_cpp_differs_the_export_says_so(case, tmp_path):
     ours, theirs, warnings = both(small_model(tmp_path / "m", name, more), tmp_path / "m.gguf")
     assert len(warnings) == 1 and message in warnings[0]
     assert np.abs(ours - theirs).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_export_refuses_llama_cpp_would_not_load(case, tmp_path):
+    folder = small_model(tmp_path / "m", *REFUSED[case])
+    with mock.patch.object(gguf_config, "_obstacle", return_value=None), pytest.raises(Refused):
+        both(folder, tmp_path / "m.gguf")
 
 
 @pytest.fixture(scope="module")
