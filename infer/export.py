@@ -131,7 +131,7 @@ def _write_gguf(args: Arguments, outline: Outline) -> dict[str, Any]:
     if draft is None:
         export = gguf.export_target(args.model, outline, args.dtype)
     elif args.kind == "adapter":
-        export = gguf.export_adapter(outline, draft, args.dtype)
+        export = gguf.export_adapter(args.model, outline, draft, args.dtype)
     else:
         export = gguf.export_draft_model(args.model, outline, draft, args.dtype)
     check_room(args.out.absolute().parent, export.nbytes)

@@ -98,8 +98,10 @@ def export_draft_model(
     return dataclasses.replace(export, metadata=keys | {"general.name": name})
 
 
-def export_adapter(outline: Outline, draft: Draft, dtype: str | None = None) -> Export:
-    """The draft experts alone, in float32 unless told otherwise.
+def export_adapter(
+    model: str | Path, outline: Outline, draft: Draft, dtype: str | None = None
+) -> Export:
+    """The draft experts alone, in float32 unless told otherwise (arguments as `export_target`).
 
     Raises:
       UsageError: `dtype` is "mxfp4".
@@ -109,7 +111,7 @@ def export_adapter(outline: Outline, draft: Draft, dtype: str | None = None) -> 
         raise UsageError("mxfp4 is for the experts of gpt-oss; draft experts have none of these")
     arrays = adapter_tensors(draft)
     tensors = [TensorPlan(name, a.shape, _kind(name, a.shape, dtype)) for name, a in arrays.items()]
-    keys = _general_metadata(outline, dtype) | _draft_metadata(draft)
+    keys = _general_metadata(model, outline, dtype) | _draft_metadata(draft)
     keys |= {"general.type": "adapter", "adapter.type": ADAPTER_TYPE}
     for key, value in target_facts(outline.config).items():
         keys[f"dejax.target.{key}"] = value
@@ -187,8 +189,8 @@ def _export_model(
     if dtype == "mxfp4" and config.family != "gpt_oss":
         raise UsageError(f"mxfp4 is for the experts of gpt-oss; {config.family} has none of these")
     tokenizer = load_tokenizer(folder)
-    keys = _general_metadata(outline, dtype) | {"general.type": "model"}
-    keys |= _licence(folder / "README.md") | metadata(described)
+    keys = _general_metadata(model, outline, dtype) | {"general.type": "model"}
+    keys |= metadata(described)
     keys |= tokenizer_metadata(
         tokenizer,
         family=config.family,
@@ -240,7 +242,8 @@ def _kind(name: str, shape: tuple[int, ...], dtype: str) -> str:
     return "Q8_0" if name in _ENDS else dtype.upper()
 
 
-def _general_metadata(outline: Outline, dtype: str) -> dict[str, Value]:
+def _general_metadata(model: str | Path, outline: Outline, dtype: str) -> dict[str, Value]:
+    """What the file is, and of which target."""
     keys: dict[str, Value] = {
         "general.name": outline.name,
         "general.file_type": KINDS[dtype.upper()],
@@ -250,7 +253,7 @@ def _general_metadata(outline: Outline, dtype: str) -> dict[str, Value]:
     }
     if dtype in ("q8_0", "q4_0", "mxfp4"):
         keys["general.quantization_version"] = 2
-    return keys
+    return keys | _licence(model_folder(model) / "README.md")
 
 
 def _draft_metadata(draft: Draft) -> dict[str, Value]:

@@ -186,6 +186,7 @@ def test_the_adapter_is_the_draft(model, tmp_path):
         assert found[f"blk.{layer}.ffn_draft.scale"] == draft.layer_params(layer)["gamma"]
     assert value(reader, "general.type") == "adapter"
     assert value(reader, "adapter.type") == "draft-expert"
+    assert value(reader, "general.license") == "apache-2.0"
     assert value(reader, "dejax.target.identity") == target.identity
     assert value(reader, "dejax.target.moe_layers") == list(target.config.moe_layers)
     training = json.loads(value(reader, "dejax.draft.training"))
