@@ -17,13 +17,14 @@ class Refused(Exception):
     """llama.cpp does not load the file; the message is what it said."""
 
 
-def ask(path: Path, **requests: Any) -> dict[str, Any]:
+def ask(path: Path, *, drafter: Path | None = None, **requests: Any) -> dict[str, Any]:
     """Answers by the name of a request, which is a dictionary:
 
     `{"logprobs": ids}` -> float64 [len(ids), V], after every prefix; `{"greedy": ids, "count": n}`
-    -> n ids, `{"tokenize": texts}` -> a list of ids a text; `{"chat": messages}` -> the prompt.
+    -> n ids, and how many of them `drafter` had drafted; `{"tokenize": texts}` -> a list of ids a
+    text; `{"chat": messages}` -> the prompt.
     """
-    argv = [sys.executable, __file__, str(path)]
+    argv = [sys.executable, __file__, str(path), *([] if drafter is None else [str(drafter)])]
     done = subprocess.run(argv, input=json.dumps(requests), capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror" in line]
@@ -35,7 +36,7 @@ def ask(path: Path, **requests: Any) -> dict[str, Any]:
     return answers
 
 
-def _serve(path: str) -> Any:
+def _serve(path: str, drafter: str | None) -> Any:
     import xllamacpp as llama
 
     settings = llama.CommonParams()
@@ -46,11 +47,18 @@ def _serve(path: str) -> Any:
     settings.cache_type_k = settings.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    if drafter is not None:
+        draft = settings.speculative.draft
+        draft.mparams.path, draft.n_max = drafter, 6
+        draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        settings.speculative.types = [
+            llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+        ]
     return llama.Server(settings)
 
 
-def _main(path: str, requests: dict[str, Any]) -> dict[str, Any]:
-    server = _serve(path)
+def _main(requests: dict[str, Any], path: str, drafter: str | None = None) -> dict[str, Any]:
+    server = _serve(path, drafter)
 
     def post(place: str, **body: Any) -> Any:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -76,7 +84,8 @@ def _main(path: str, requests: dict[str, Any]) -> dict[str, Any]:
             return logprobs(request["logprobs"])
         if "greedy" in request:
             body = dict(prompt=request["greedy"], n_predict=request["count"], temperature=0)
-            return post("/completion", **body, return_tokens=True, ignore_eos=True)["tokens"]
+            done = post("/completion", **body, return_tokens=True, ignore_eos=True)
+            return done["tokens"], done["timings"].get("draft_n_accepted", 0)
         if "tokenize" in request:
             texts = request["tokenize"]
             options = dict(add_special=True, parse_special=True)
@@ -87,4 +96,4 @@ def _main(path: str, requests: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(_main(sys.argv[1], json.load(sys.stdin))))
+    print("\n" + json.dumps(_main(json.load(sys.stdin), *sys.argv[1:])))

@@ -103,13 +103,14 @@ def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_fi
     )
     assert answers["chat"] == prompt
     assert answers["tokens"] == [tiny.tokenizer.encode(text) for text in texts]
-    assert len(answers["greedy"]) == 64
+    greedy, drafted = answers["greedy"]
+    assert len(greedy) == 64 and drafted == 0
     # Each of our own choices, given theirs before it, is theirs: so are the sequences.
-    whole = ids + answers["greedy"]
+    whole = ids + greedy
     logits = np.array(tiny([whole[:-1]])[0])
     logits[:, list(tiny.config.eos_ids)] = -np.inf  # as theirs: neither may end
     best = logits.argmax(-1)
-    assert best[len(ids) - 1 :].tolist() == answers["greedy"]
+    assert best[len(ids) - 1 :].tolist() == greedy
 
 
 LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 2e-2, "q4_0": 0.2}
@@ -152,6 +153,17 @@ def test_the_drafter_of_tiny_is_the_draft_path(tiny, tmp_path):
     ours, theirs = draft_logits(tiny, draft, ids), ask(tmp_path / "d.gguf", x={"logprobs": ids})
     assert np.abs(ours - theirs["x"]).max() < TOLERANCE
     assert np.abs(ours - logprobs(tiny([ids])[0])).max() > 0.1  # it is not the target
+
+
+def test_llama_cpp_speculates_with_the_drafter(tiny, tiny_file, tmp_path):
+    outline = read_outline("tiny")
+    export = export_draft_model("tiny", outline, resolve_draft("init", outline), "f32")
+    export.write(tmp_path / "d.gguf")
+    request = {"greedy": text_of(tiny), "count": 64}
+    alone = ask(tiny_file, x=request)["x"]
+    drafted = ask(tiny_file, drafter=tmp_path / "d.gguf", x=request)["x"]
+    assert drafted[0] == alone[0] and alone[1] == 0
+    assert drafted[1] >= 16  # of 64: shared and top-1 experts agree with the target on most tokens
 
 
 @pytest.mark.parametrize(("name", "r", "width"), [("lite", 2, 40), ("full", 1, 32)])
