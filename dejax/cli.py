@@ -5,6 +5,7 @@ is the composition root: the one place in `dejax` that reads argv, prints, and k
 """
 
 import difflib
+import errno
 import importlib
 import importlib.util
 import io
@@ -61,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         return BROKEN_PIPE
     except OSError as error:
         # A full disk or a lost permission is the machine's; without a file it is a defect.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = "" if error.filename is None else f"{shown(os.fsdecode(error.filename))}: "
+            _say("error", f"{where}no space left on the device; what was written before is there")
+            return FailedError.exit_status
         if error.filename is None or error.strerror is None:
             raise
         _say("error", f"{shown(os.fsdecode(error.filename))}: {error.strerror.lower()}")

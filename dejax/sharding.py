@@ -274,7 +274,8 @@ def over_experts(
     spec = _spec("routed", tuple(stack.shape), _RULES)
 
     def local(h, ids, gates, stack):
-        stack = jax.lax.all_gather(stack, FSDP, axis=0, tiled=True)
+        if mesh.shape[FSDP] > 1:  # gathering from one device would copy a layer's experts
+            stack = jax.lax.all_gather(stack, FSDP, axis=0, tiled=True)
         gather = partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
         first = jax.lax.axis_index(EXPERT) * stack.shape[0]
         y = flat(gather(h), gather(ids) - first, gather(gates, axis=parts), stack)

@@ -9,8 +9,8 @@ from typing import Any
 
 from dejax.errors import UsageError
 from dejax.target import model_folder
+from train.checkpoints import checkpointer
 from train.config_files import load_config, to_json
-from train.loop import checkpointer
 
 Numbers = dict[str, Any]
 NUMBERS = "card.json"

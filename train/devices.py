@@ -9,7 +9,7 @@ import jax
 
 from dejax.errors import FailedError, UsageError
 from infer.arguments import ParsedBy
-from infer.console import be_quiet
+from infer.console import be_quiet, say
 
 HEARTBEAT_SECONDS = 10
 """How long a process may be silent before the others take it for dead."""
@@ -18,11 +18,13 @@ HEARTBEAT_SECONDS = 10
 def _distributed(text: str) -> str:
     parts = text.split(",")
     ok = text in ("none", "auto")
-    if len(parts) == 3 and ":" in parts[0] and all(part.isdecimal() for part in parts[1:]):
-        ok = int(parts[2]) < int(parts[1])
+    host, _, port = parts[0].rpartition(":")
+    if len(parts) == 3 and all(part.isdecimal() for part in (port, *parts[1:])):
+        ok = bool(host) and 0 < int(port) < 2**16 and int(parts[2]) < int(parts[1])
     if not ok:
         raise UsageError(
-            f"{text!r}: expected none, auto, or HOST:PORT,COUNT,INDEX with INDEX below COUNT"
+            f"{text!r}: expected none, auto, or HOST:PORT,COUNT,INDEX with PORT from 1 to 65535 "
+            "and INDEX below COUNT"
         )
     return text
 
@@ -59,6 +61,7 @@ def start_devices(cpu_devices: int, distributed: str) -> None:
     if distributed != "auto":
         address, count, index = distributed.split(",")
         where = dict(coordinator_address=address, num_processes=int(count), process_id=int(index))
+        say(f"process {index} of {count}: waiting for the others at {address}")
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS, **where)
     except (RuntimeError, ValueError) as error:

@@ -18,20 +18,23 @@ import jax
 import jax.numpy as jnp
 
 from dejax.ckpt.draft_state import check_draft_folder, save_draft
+from dejax.config import ModelConfig
 from dejax.draft.expert import Draft, draft_of_params, random_draft
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
-from dejax.target import Target, load_tokenizer, model_folder
+from dejax.target import Target, load_tokenizer, model_folder, read_outline
 from dejax.target import load_config as load_model_config
 from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
 from infer.console import print_table
 from infer.output import check_output_folder, check_room, make_folder, report
+from infer.prompts import Speaker
+from train.checkpoints import check_resume
 from train.closed_form import fit_draft
 from train.config_files import load_config, to_json
 from train.devices import Distributed, start_devices
 from train.distill_config import DistillConfig, check_shape, draft_config, loss_options
-from train.distill_measures import best_draft, held_out, measures_of
+from train.distill_measures import best_draft, check_prompts, held_out, measures_of
 from train.distill_plan import (
     DRAFTS_LESS_MEMORY,
     check_memory,
@@ -45,7 +48,7 @@ from train.gradient_step import DistillState, make_step, make_term_norms
 from train.heal import LESS_MEMORY, plan_healing, run_healing, show_result
 from train.heal_config import HealConfig, check_models
 from train.kv_mix import draw_blocks
-from train.loop import Measure, Metrics, Resume, check_resume, run
+from train.loop import Measure, Metrics, Resume, run
 from train.optimizer import make_optimizer
 from train.show_mask import show_mask
 from train.teacher import Teacher, as_teacher, load_teacher
@@ -100,8 +103,7 @@ def distill(
     mesh = teacher.mesh
     check_shape(config, teacher.config, mesh)
     draft = draft_config(config, teacher.config)
-    run_info = {"target": teacher.identity, "config": to_json(config)}
-    run_info |= {"data": data} if data else {}
+    run_info = _run_info(teacher.identity, config, data)
     steps, step_done = config.loop.steps, None
     if workdir is not None:
         step_done = check_resume(workdir, run_info, resume=resume, steps=steps)
@@ -191,7 +193,21 @@ def _rates(flops_per_token: float, tokens_per_second: float) -> Metrics:
     return {"tflops_per_device": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
 
-def open_rows(config: DistillConfig, target: Target | Teacher) -> Data:
+def _run_info(identity: str, config: DistillConfig, data: str) -> dict[str, Any]:
+    """What a run is known by."""
+    return {"target": identity, "config": to_json(config)} | ({"data": data} if data else {})
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A target of which no weight has been read, for what its configuration and tokenizer tell."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Any
+
+
+def open_rows(config: DistillConfig, target: Speaker) -> Data:
     """The rows that `config.data` names, as `train.documents` opens them for this target."""
     return open_data(
         config.data,
@@ -289,8 +305,14 @@ def _plan(config: DistillConfig | HealConfig, mesh: Any, json: Path | None) -> N
 def _train(config: DistillConfig, mesh: Any, out: Path, *, resume: bool) -> dict[str, Any]:
     """Distills as configured, saves the draft under `out`, and tells how it went."""
     check_draft_folder(out / "draft")
+    outline = read_outline(config.target)
+    tokenizer = load_tokenizer(model_folder(config.target))
+    unread = Unread(outline.name, outline.config, tokenizer)
+    check_prompts(config, unread)
+    data = open_rows(config, unread)
+    info = _run_info(outline.identity, config, data.fingerprint)
+    check_resume(out, info, resume=resume, steps=config.loop.steps, tell=False)
     teacher = load_teacher(config.target, mesh, dtype=config.dtype, compute=config.compute)
-    data = open_rows(config, teacher)
     measures = measures_of(teacher, data, config)
     make_folder(out)
     started = time.perf_counter()

@@ -79,6 +79,11 @@ class DistillConfig:
             )
         if self.losses_from and self.losses_from.temperature != self.losses.temperature:
             raise UsageError("losses_from: has another temperature than losses; expected the same")
+        if self.objective == "residual-local" and (self.losses_from or self.loop.norms_every):
+            raise UsageError(
+                "objective residual-local has one loss; losses_from and loop.norms_every are for "
+                "objective all"
+            )
         check_seed_and_devices(self.seed, self.cpu_devices)
 
     def loss_weights(self, step: int) -> Float[np.ndarray, "4"]:
@@ -110,10 +115,10 @@ def check_sizes(config: Any, *names: str) -> None:
 def draft_config(config: DistillConfig, model: ModelConfig) -> DraftConfig:
     """The configured shape, or one routed expert's; checked against the target's."""
     draft = config.draft or DraftConfig(width=model.moe.expert_width)
-    if draft.top_r > model.moe.top_k:
+    if draft.top_r >= model.moe.top_k:
         raise UsageError(
-            f"draft.top_r is {draft.top_r}; expected at most the {model.moe.top_k} experts "
-            "that the target uses for a token"
+            f"draft.top_r is {draft.top_r}; expected less than the {model.moe.top_k} experts that "
+            "the target uses for a token: a draft expert stands in for the others"
         )
     return draft
 

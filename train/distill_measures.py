@@ -13,7 +13,7 @@ from dejax.model import Params
 from dejax.sharding import on_host
 from dejax.spec.control import ControlConfig
 from dejax.target import Target, load_target
-from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
+from infer.prompts import DEMO_PROMPTS, Speaker, encode_prompts, read_prompts
 from train.distill_config import DistillConfig, draft_config
 from train.documents import Data
 from train.evaluate import in_loop, teacher_forced
@@ -38,18 +38,30 @@ def held_out(teacher: Teacher, data: Data, config: DistillConfig, params: Params
     return {f"heldout_{name}": value for name, value in metrics.items()}
 
 
+def check_prompts(config: DistillConfig, target: Speaker) -> None:
+    """Refuses a run that measures decoding of prompts which the target cannot read.
+
+    Raises:
+      UsageError: it has no tokenizer, or none of the prompts leaves room for an answer.
+    """
+    if not (config.loop.decode_every or config.loop.simulate_every):
+        return
+    if target.tokenizer is None:
+        raise UsageError(
+            f"{target.name} has no tokenizer, which loop.decode_every and loop.simulate_every "
+            "need for their prompts; set both to 0"
+        )
+    short_prompts(target)
+
+
 def measures_of(teacher: Teacher, data: Data, config: DistillConfig) -> list[Measure]:
     """Everything that the configuration asks for, the gradients' norms apart.
 
     Raises:
-      UsageError: held-out prompts are to be decoded, and the target has no tokenizer for them.
+      UsageError: as `check_prompts`.
     """
     loop = config.loop
-    if (loop.decode_every or loop.simulate_every) and teacher.tokenizer is None:
-        raise UsageError(
-            f"{teacher.name} has no tokenizer, which loop.decode_every and loop.simulate_every "
-            "need for their prompts; set both to 0"
-        )
+    check_prompts(config, teacher)
     found = []
     if loop.eval_every and data.held_out:
         score = lambda state: held_out(teacher, data, config, best_draft(state))  # noqa: E731
@@ -61,15 +73,27 @@ def measures_of(teacher: Teacher, data: Data, config: DistillConfig) -> list[Mea
     return found
 
 
-def short_prompts(target: Target | Teacher) -> list[list[int]]:
-    """The shorter ones of the prompts that come with dejax, as token ids."""
-    prompts = [ids for _, ids in encode_prompts(target, read_prompts(DEMO_PROMPTS), chat=True)]
-    return sorted(prompts, key=len)[:MOST_PROMPTS]
+def short_prompts(target: Speaker, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """The shorter ones of the prompts that come with dejax, as token ids.
+
+    Raises:
+      UsageError: none leaves room for `new_tokens` in the context.
+    """
+    context, longer = target.config.context, lambda *_: None
+    prompts = encode_prompts(target, read_prompts(DEMO_PROMPTS), chat=True, on_bad=longer)
+    fits = [ids for _, ids in prompts if len(ids) + new_tokens <= context]
+    if not fits:
+        raise UsageError(
+            f"{target.name}: no prompt that comes with dejax fits its context of {context} tokens "
+            f"with {new_tokens} new ones; set loop.decode_every and loop.simulate_every to 0"
+        )
+    return sorted(fits, key=len)[:MOST_PROMPTS]
 
 
 def demo_text(teacher: Teacher, new_tokens: int = NEW_TOKENS) -> GreedyText:
     """What the target itself answers to `short_prompts`."""
-    return write_greedily(teacher, short_prompts(teacher), max_new_tokens=new_tokens)
+    prompts = short_prompts(teacher, new_tokens)
+    return write_greedily(teacher, prompts, max_new_tokens=new_tokens)
 
 
 def _simulated(config: DistillConfig, teacher: Teacher) -> Callable[[DistillState], Metrics]:
@@ -112,7 +136,7 @@ def decoded_stats(
     return in_loop(
         target,
         draft,
-        short_prompts(target),
+        short_prompts(target, new_tokens),
         max_new_tokens=new_tokens,
         device_cache=None,
         control=ControlConfig(draft_length=draft_length, truncate=False),

@@ -36,6 +36,7 @@ from train.stacked import (
     Sight,
     StackedDef,
     StackedParams,
+    all_but_gathered,
     block_size,
     embed_outer,
     layer_of,
@@ -46,6 +47,14 @@ from train.update import Batch
 Objective = Literal["all", "residual-local"]
 Remat = Literal["none", "products", "layer"]
 """What a backward pass finds kept: everything, products with weights, or a layer's input alone."""
+
+
+_KEPT = {
+    "none": all_but_gathered,
+    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "layer": None,
+}
+"""Policies of `jax.checkpoint`: whether the backward pass finds kept what a primitive gives."""
 
 
 class LayerPair(NamedTuple):
@@ -174,10 +183,7 @@ def paired_forward(
         router = router_loss(scores, half.routing.scores, counted)
         return half.finish(output), residual, router, half.routing.ids
 
-    if remat != "none":
-        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = products if remat == "products" else None
-        drafting = jax.checkpoint(drafting, policy=policy)
+    drafting = jax.checkpoint(drafting, policy=_KEPT[remat], prevent_cse=False)
 
     def body(carry, pieces, windowed):
         full, drafted = carry

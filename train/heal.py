@@ -24,6 +24,7 @@ from dejax.sharding import on_host, own_rows, place_rows, row_sharding, target_s
 from dejax.target import check_dtype, model_folder
 from infer.console import print_table
 from infer.output import make_folder
+from train.checkpoints import check_resume
 from train.config_files import to_json
 from train.distill_plan import abstract_batch, count_params, device_bytes, lying, step_bytes
 from train.documents import BatchAt, Data, open_data
@@ -37,7 +38,7 @@ from train.heal_step import (
     make_totals,
     split_trained,
 )
-from train.loop import Measure, Metrics, check_resume, run
+from train.loop import Measure, Metrics, run
 from train.losses import Total, add_up
 from train.model_folder import write_model_folder
 from train.optimizer import make_optimizer

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from dejax.errors import FailedError, UsageError
-from dejax.paths import kind_of
-from infer.console import progress, say
+from infer.console import progress
+from train.checkpoints import Saver
 from train.documents import read_ahead
 from train.metrics import Metrics, MetricsFile
 from train.preemption import watch_for_stop
@@ -29,19 +27,6 @@ Resume = Literal["auto", "none"]
 
 MOST_DEVICES = 256
 """Virtual CPU devices that a run may ask for: JAX makes them all at once, when it starts."""
-
-_MAY_CHANGE = (
-    "loop",
-    "phases",
-    "optimizer",
-    "cpu_devices",
-    "mesh",
-    "remat",
-    "split_draft",
-    "eval_rows",
-)
-"""What of a configuration a resumed run may have otherwise: how long, how fast, on what."""
-_MAY_NOT = ("optimizer.kind",)
 
 
 @dataclass(frozen=True)
@@ -83,78 +68,6 @@ def check_seed_and_devices(seed: int, cpu_devices: int) -> None:
         raise UsageError(f"seed is {seed}; expected 0 to {2**32 - 1}")
     if not 1 <= cpu_devices <= MOST_DEVICES:
         raise UsageError(f"cpu_devices is {cpu_devices}; expected 1 to {MOST_DEVICES}")
-
-
-def checkpointer(workdir: Path, keep: int) -> ocp.training.Checkpointer:
-    """Orbax checkpoints under `workdir`/checkpoints, the last `keep` of them."""
-    kept: Any = ocp.training.preservation_policies.LatestN(keep)
-    folder: Any = (workdir / "checkpoints").resolve()  # orbax's stubs ask for etils' own path type
-    return ocp.training.Checkpointer(folder, preservation_policy=kept)
-
-
-def check_resume(
-    workdir: Path, run_info: dict[str, Any], *, resume: bool, steps: int
-) -> int | None:
-    """The step of the newest checkpoint in `workdir`, if this run can continue from it.
-
-    Args:
-      run_info: as given to `run`.
-      resume: whether it is wanted; steps: of the whole run.
-
-    Returns:
-      None where there is no checkpoint.
-
-    Raises:
-      UsageError: there is one and resuming is not wanted, or it is another run's, or already beyond
-        `steps`.
-    """
-    if kind_of(workdir / "checkpoints") != "folder":
-        return None
-    with contextlib.closing(checkpointer(workdir, 1)) as saver:
-        if saver.latest is None:
-            return None
-        step = saver.latest.step
-        saved: Any = saver.checkpointables_metadata(step).custom_metadata or {}
-    if not resume:
-        raise UsageError(f"{workdir}: has checkpoints; resume, or choose another folder")
-    changes = list(_changes(saved, run_info))
-    refused = [change for name, change in changes if not _may_change(name)]
-    if refused:
-        raise UsageError(
-            f"{workdir}: its checkpoints are of another run ({', '.join(refused)}); "
-            "choose another folder"
-        )
-    if step > steps:
-        raise UsageError(
-            f"{workdir}: its checkpoint is at step {step}, beyond loop.steps {steps}; train for "
-            "longer, or choose another folder"
-        )
-    told = [change for name, change in changes if _may_change(name)]
-    what = f"resuming from step {step} of {steps}" if step < steps else f"all {steps} steps done"
-    say(f"{workdir}: {what}{'; changed: ' if told else ''}{', '.join(told)}")
-    return step
-
-
-def _may_change(name: str) -> bool:
-    if name in ("config.target", "config.dense"):  # paths; identities are compared beside them
-        return True
-    setting = name.removeprefix("config.")
-    return setting.split(".")[0] in _MAY_CHANGE and setting not in _MAY_NOT
-
-
-def _changes(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, what it was and is) of every setting that both have and that differs.
-
-    What only one of them has is a setting of another version of dejax, but for the free-form part
-    `model`.
-    """
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old != new:
-            yield name, f"{name.removeprefix('config.')} was {old}, now {new}"
-        return
-    names = [*new, *(old.keys() - new.keys())] if name == "model" else [*(new.keys() & old.keys())]
-    for key in names:
-        yield from _changes(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
 
 
 @dataclass(frozen=True)
@@ -202,7 +115,7 @@ def run(
       FailedError: a metric is not finite, or the run was told to stop (its checkpoint is saved).
     """
     first, log, clock = 0, [], _Clock()
-    saver = None if workdir is None else _Saver(workdir, config, run_info)
+    saver = None if workdir is None else Saver(workdir, config.keep, run_info)
     if saver is not None and resume:
         first, state = saver.newest(state)
     with contextlib.ExitStack() as stack:
@@ -278,45 +191,7 @@ class _Clock:
         return {"tokens_per_second": rate} | spent
 
 
-@jax.jit
-def _copied(state: Any) -> Any:
-    return jax.tree.map(jnp.copy, state)
-
-
-class _Saver:
-    """Checkpoints of a run: written in the background, the last `keep` of them kept."""
-
-    def __init__(self, workdir: Path, config: LoopConfig, info: dict[str, Any] | None):
-        self._orbax, self._info = checkpointer(workdir, config.keep), info
-        self.last_good: int | None = None
-
-    def newest(self, state: Any) -> tuple[int, Any]:
-        """Step and state of the newest whole checkpoint, laid out as `state`; (0, state) if none.
-
-        The arrays go where those of `state` lie, whatever mesh they were saved from.
-        """
-        if self._orbax.latest is None:
-            return 0, state
-        self.last_good = self._orbax.latest.step
-        return self.last_good, self._orbax.load(self.last_good, state)
-
-    def save(self, step: int, state: Any) -> None:
-        """Begins to save; the state may be donated to the next step at once.
-
-        Waits for the save before it: orbax leaves out one that finds another under way.
-        """
-        copied = _copied(state)
-        self._orbax.wait()
-        info = self._info
-        self._orbax.save_async(step, copied, custom_metadata=info, overwrite=True, force=True)
-        self.last_good = step
-
-    def close(self) -> None:
-        """Waits until what was begun is on disk."""
-        self._orbax.close()
-
-
-def _check_finite(metrics: Metrics, step: int, saver: _Saver | None) -> None:
+def _check_finite(metrics: Metrics, step: int, saver: Saver | None) -> None:
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
         good = "none" if saver is None or saver.last_good is None else saver.last_good

@@ -1,10 +1,15 @@
 """Where a run's metrics go: JSON lines, and TensorBoard beside them; written by one process."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import jax
+
+from dejax.errors import FailedError
+from dejax.paths import reason
 
 Metrics = dict[str, int | float]
 
@@ -23,7 +28,7 @@ class MetricsFile:
         if workdir is None or jax.process_index() != 0:
             return
         workdir.mkdir(parents=True, exist_ok=True)
-        path = workdir / FILE
+        self._path = path = workdir / FILE
         kept = [line for line in _lines(path) if _step(line) <= first]
         partial = path.with_name(FILE + ".partial")
         partial.write_text("".join(kept), encoding="utf-8")
@@ -42,30 +47,44 @@ class MetricsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._board.close()
+        if self._file is None:
+            return
+        for close in (self._file.close, self._board.close):
+            with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
+                with self._told():
+                    close()
 
     def write(self, row: Metrics) -> None:
         """Appends one row, which has a `step`."""
         if self._file is None:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in row.items():
-            if name != "step":
-                self._board.add_scalar(name, value, int(row["step"]))
+        with self._told():
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            for name, value in row.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, int(row["step"]))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """One line, where the disk is full or fails."""
+        try:
+            yield
+        except OSError as error:
+            raise FailedError(f"{self._path}: cannot be written ({reason(error)})") from None
 
 
 def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.strip()]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines(True) if line.strip()]
 
 
 def _step(line: str) -> int | float:
-    """The step of a line; a half-written one, of a killed run, is beyond every step."""
+    """The step of a line; one that is none, half-written by a killed run, is beyond every step."""
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

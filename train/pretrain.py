@@ -30,18 +30,11 @@ from dejax.target import load_target
 from infer.arguments import InputFolder, OutputFile, OutputFolder, Positional, Settings, parse
 from infer.console import print_table
 from infer.output import make_folder, report
+from train.checkpoints import check_resume
 from train.config_files import load_config, to_json
 from train.data import Phase, heldout_rows, make_stream
 from train.devices import use_cpu_devices
-from train.loop import (
-    LoopConfig,
-    Measure,
-    Metrics,
-    Resume,
-    check_resume,
-    check_seed_and_devices,
-    run,
-)
+from train.loop import LoopConfig, Measure, Metrics, Resume, check_seed_and_devices, run
 from train.losses import cross_entropy, gate_concentration, load_balance
 from train.optimizer import OptimizerConfig, make_optimizer
 from train.stacked import (

@@ -276,6 +276,14 @@ def _runs(layers: tuple[int, ...]) -> list[list[int]]:
     return runs
 
 
+def all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy of `jax.checkpoint` that keeps everything but weights gathered for a layer.
+
+    Of those, a copy would stay for every layer until the backward pass: the whole model.
+    """
+    return primitive.name not in ("all_gather", "sharding_constraint")
+
+
 def forward(
     definition: StackedDef,
     params: StackedParams,
@@ -300,7 +308,9 @@ def forward(
         assert tap is not None
         return x, tap
 
-    body = jax.checkpoint(body) if remat else body
+    # A scan keeps its iterations apart: nothing has to keep the compiler from merging them.
+    policy = None if remat else all_but_gathered
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     dense = partial(sight.dense, config)
     x, taps = scan_layers(definition, outer, body, dense, x, (params.layers, params.routed))
     return outer, x, taps

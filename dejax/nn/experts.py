@@ -235,6 +235,8 @@ Method = Literal["blocks", "ragged"]
 
 _COPIED_BYTES = 64 * 2**20
 """Up to so many bytes, the weights of all blocks are copied side by side for one product."""
+_ROWS_IN_TURN = 32
+"""Least rows of a block that reads its expert's weights by itself: fewer cost as much to read."""
 
 
 @partial(jax.jit, static_argnames=("block", "activation", "method"))
@@ -263,7 +265,9 @@ def experts_of_tokens(
     tokens, k = ids.shape
     num_experts = stack.shape[0]
     method = method or ("blocks" if jax.default_backend() == "cpu" else "ragged")
-    block = block if method == "blocks" else 1
+    spare = num_experts * (method == "blocks")  # blocks that are not full
+    copied = (-(-tokens * k // block) + spare) * stack[0].size * h.dtype.itemsize <= _COPIED_BYTES
+    block = 1 if method == "ragged" else block if copied else max(block, _ROWS_IN_TURN)
     order = jnp.argsort(ids, axis=1)
     ids = jnp.take_along_axis(ids, order, 1)
     gates = jnp.take_along_axis(gates, jnp.broadcast_to(order, gates.shape), -1)
@@ -271,7 +275,6 @@ def experts_of_tokens(
     rank = jnp.argsort(flat, stable=True).astype(jnp.int32)  # rank[i]: the i-th when sorted
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
     padded = -(-counts // block) * block
-    spare = num_experts * (block > 1)
     blocks = -(-tokens * k // block) + spare
     first_slot = jnp.cumsum(padded) - padded
     first_place = jnp.cumsum(counts) - counts
@@ -290,7 +293,7 @@ def experts_of_tokens(
         starts = jnp.arange(blocks, dtype=jnp.int32) * block
         owner = jnp.searchsorted(jnp.cumsum(padded[:-1]), starts, side="right")
         x = x.reshape(blocks, block, -1)
-        if blocks * stack[0].size * h.dtype.itemsize <= _COPIED_BYTES:
+        if copied:
             weights = stack[jnp.minimum(owner, num_experts - 1)].astype(h.dtype)
             out = _blocks_output(x, weights, activation)
         else:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from dejax.config import DraftConfig
+from dejax.nn import experts
 from dejax.sharding import (
     MeshConfig,
     draft_shardings,
@@ -161,6 +162,26 @@ def bytes_beside(length: int, vocabulary: int) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
+def bytes_of_layers(axes: MeshConfig, layers: tuple[int, ...]) -> list[int]:
+    """Bytes beside its arguments of a step that recomputes nothing, by the number of MoE layers.
+
+    A layer's experts have 3 MiB, far more than the activations that it keeps.
+    """
+    experts._COPIED_BYTES = 0  # or blocks would copy the weights of experts this small
+    shape = SHAPES["bare"]
+    wide = dataclasses.replace(shape.moe, num_experts=64, expert_width=128)
+    found = []
+    for count in layers:
+        model = dataclasses.replace(shape, num_layers=count, experts=wide)
+        config = DistillConfig(draft=DraftConfig(width=8), seq_len=8, batch_size=ROWS, mesh=axes)
+        mesh = make_mesh(axes, jax.devices()[: axes.data * axes.fsdp * axes.expert])
+        _, step, arguments = abstract_step(model, config, mesh)
+        with jax.set_mesh(mesh):
+            analysis = step.lower(*arguments).compile().memory_analysis()
+        found.append(int(analysis.temp_size_in_bytes))
+    return found
+
+
 def simulated(config: MeshConfig) -> list[list[list[int]]]:
     """(committed, accepted) of every simulated round of three prompts."""
     mesh = make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert])
@@ -183,4 +204,5 @@ def measure() -> dict[str, Any]:
         },
         "simulated": [simulated(config) for config in (ALL_BUT_TENSOR, ONE)],
         "bytes": [[bytes_beside(t, v) for v in (1024, 16384)] for t in (1024, 2048)],
+        "layers": [bytes_of_layers(axes, (2, 6)) for axes in (ONE, ALL_BUT_TENSOR)],
     }

@@ -53,7 +53,7 @@ def train(workdir: str, axes: str, split: str) -> dict[str, Any]:
     )
     batches, states = {}, {}
 
-    class Recorded(loop._Saver):
+    class Recorded(loop.Saver):
         def newest(self, state):
             step, loaded = super().newest(state)
             states[f"loaded {step}"] = digest(loaded)
@@ -70,7 +70,7 @@ def train(workdir: str, axes: str, split: str) -> dict[str, Any]:
         batches[step + 1] = digest(batch)
         return {key: a[rows.start : rows.stop] for key, a in batch.items()}
 
-    loop._Saver = Recorded
+    loop.Saver = Recorded
     _, log = distill(as_teacher(target, make_mesh(mesh)), batch_at, config, workdir=Path(workdir))
     losses = {str(row["step"]): row["loss"] for row in log}
     batches = {step: batches[int(step)] for step in losses}
@@ -89,7 +89,7 @@ def toy_run_killed_while_saving(workdir: str, step: str, before: str) -> None:
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    class Dying(loop._Saver):
+    class Dying(loop.Saver):
         def save(self, at, state):
             if at == int(step):
                 self._orbax.wait()  # the one before is whole
@@ -98,5 +98,5 @@ def toy_run_killed_while_saving(workdir: str, step: str, before: str) -> None:
                         setattr(kind, before, die)
             super().save(at, state)
 
-    loop._Saver = Dying
+    loop.Saver = Dying
     toy_run(Path(workdir))

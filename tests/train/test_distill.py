@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dejax import cli
 from dejax.ckpt.draft_state import load_draft
 from dejax.config import DraftConfig
 from dejax.errors import FailedError, UsageError
@@ -19,10 +20,11 @@ from tests.infer.random_target import random_target
 from tests.train.rows import random_batch
 from tests.train.small_model import write_documents, write_model
 from train import distill as program
+from train.checkpoints import checkpointer
 from train.closed_form import InitConfig
 from train.distill import DistillConfig, distill, draft_config, initial_draft
 from train.evaluate import teacher_forced
-from train.loop import LoopConfig, checkpointer
+from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.teacher import as_teacher
 
@@ -146,7 +148,7 @@ def test_the_local_stage_trains_too(target, batch_at):
 
 def test_the_width_is_one_routed_experts_unless_told(target):
     assert draft_config(replace(CONFIG, draft=None), target.config) == DraftConfig(width=16)
-    with pytest.raises(UsageError, match="top_r is 4; expected at most the 3 experts"):
+    with pytest.raises(UsageError, match="top_r is 4; expected less than the 3 experts"):
         draft_config(replace(CONFIG, draft=DraftConfig(width=1, top_r=4)), target.config)
 
 
@@ -242,3 +244,27 @@ def test_a_full_disk_is_told_before_anything_is_read(inputs, tmp_path, monkeypat
             [*settings(inputs, "batch_size=2", "seq_len=32"), "--out", str(tmp_path / "out")]
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_expert_stands_in_for_something(target):
+    with pytest.raises(UsageError, match="top_r is 3; expected less than the 3 experts"):
+        draft_config(replace(CONFIG, draft=DraftConfig(width=1, top_r=3)), target.config)
+
+
+@pytest.mark.parametrize("name", ["simulate_every", "decode_every"])
+def test_prompts_that_fit_no_context_are_told_before_anything_is_read(inputs, tmp_path, name):
+    argv = settings(inputs, "seq_len=32", "batch_size=2", f"loop.{name}=1000")
+    with pytest.raises(UsageError, match=r"fits its context of 128 .*simulate_every to 0"):
+        program.main([*argv, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_local_stage_has_one_loss():
+    with pytest.raises(UsageError, match="residual-local has one loss"):
+        replace(CONFIG, objective="residual-local", losses_from=CONFIG.losses)
+
+
+@pytest.mark.parametrize("text", ["localhost:99999,2,0", ":1234,2,0", "localhost:0,2,0", "a:1,2,2"])
+def test_addresses_that_cannot_be_are_refused(text, capsys):
+    assert cli.main(["distill", "distill_tiny", "--distributed", text]) == 2
+    assert "expected none, auto, or HOST:PORT,COUNT,INDEX" in capsys.readouterr().err

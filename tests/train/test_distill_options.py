@@ -22,8 +22,9 @@ from tests.train.rows import random_batch
 from tests.train.small_model import write_documents, write_model
 from train import distill as program
 from train import distill_measures
+from train.checkpoints import checkpointer
 from train.distill import DistillConfig, distill
-from train.loop import LoopConfig, checkpointer
+from train.loop import LoopConfig
 from train.losses import TERMS, LossWeights
 from train.optimizer import OptimizerConfig
 from train.teacher import as_teacher

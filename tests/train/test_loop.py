@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from dejax.errors import UsageError
-from train.loop import check_resume, checkpointer
+from train.checkpoints import check_resume, checkpointer
 
 INFO = {
     "model": {"layers": 2, "rope": {"theta": 1.0}},

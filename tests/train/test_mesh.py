@@ -55,6 +55,12 @@ def test_memory_holds_no_logits_of_all_tokens(measured):
 
 
 @pytest.mark.slow
+def test_no_layer_leaves_a_copy_of_its_experts(measured):
+    for few, many in measured["layers"]:
+        assert many - few < 4 * 3 * 2**20 / 4  # a quarter of the experts of four layers
+
+
+@pytest.mark.slow
 def test_simulated_rounds_are_those_of_one_device(measured):
     mesh, one = measured["simulated"]
     assert mesh == one and sum(len(prompt) for prompt in one) > 6

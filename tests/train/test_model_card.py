@@ -18,10 +18,11 @@ from dejax.target import load_target
 from tests.families.random_folder import raw_config, write_folder
 from train import card_measures, card_text, data, model_card, trigram
 from train.card_run import Run, config_differences, describe_run, first_run, read_run
+from train.checkpoints import checkpointer
 from train.config_files import to_json
 from train.data import Phase
 from train.evaluate import teacher_forced
-from train.loop import LoopConfig, checkpointer
+from train.loop import LoopConfig
 from train.optimizer import OptimizerConfig
 from train.pretrain import PretrainConfig
 from train.teacher import as_teacher

@@ -18,9 +18,10 @@ from tests.infer.random_target import random_target
 from tests.train.on_devices import ROOT, environment, on_devices
 from tests.train.toy_run import LOOP, STEPS, batch_at, initial_state, step_fn, toy_run
 from train import loop
+from train.checkpoints import checkpointer
 from train.config_files import to_json
 from train.distill import DistillConfig, distill
-from train.loop import LoopConfig, checkpointer
+from train.loop import LoopConfig
 
 
 class Stop(Exception):
@@ -88,7 +89,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path):
 
 @pytest.mark.parametrize("part", ["optimizer", "moments", "average", "draft", "step"])
 def test_a_part_left_out_would_be_noticed(straight, tmp_path, monkeypatch, part):
-    class Forgetful(loop._Saver):
+    class Forgetful(loop.Saver):
         def newest(self, state):
             step, loaded = super().newest(state)
             fresh = initial_state()
@@ -106,7 +107,7 @@ def test_a_part_left_out_would_be_noticed(straight, tmp_path, monkeypatch, part)
             return step - (part == "step"), loaded
 
     stopped(tmp_path)
-    monkeypatch.setattr(loop, "_Saver", Forgetful)
+    monkeypatch.setattr(loop, "Saver", Forgetful)
     assert not goes_on_as(straight, tmp_path)
 
 
