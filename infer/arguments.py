@@ -258,7 +258,7 @@ def _annotation(name: str, hint: Any, default: Any) -> Any:
     if base is bool:
         return _told(bool, None, "on" if default else "off")
     by_place = _POSITIONAL in metadata
-    label = name.upper() if by_place else "--" + name.replace("_", "-")
+    label = name.upper() if by_place else _flag_of(name)
     several = _takes_several(base, metadata)
     if several:
         base, metadata, _ = _unwrap(typing.get_args(base)[0])
@@ -273,7 +273,8 @@ def _annotation(name: str, hint: Any, default: Any) -> Any:
         return tyro.conf.Positional[word]
     # An option without a default says in its own words what happens without it.
     none = default is dataclasses.MISSING or (optional and default is None)
-    return _told(word, None, "" if none else parser.show(default))
+    told = _told(word, None, "" if none else parser.show(default))
+    return told if by_place else Annotated[told, tyro.conf.arg(name=label.removeprefix("--"))]
 
 
 def _told(annotation: Any, metavar: str | None, default: str) -> Any:
@@ -282,6 +283,11 @@ def _told(annotation: Any, metavar: str | None, default: str) -> Any:
 
     hint = f"(default: {default})" if default else ""
     return Annotated[annotation, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+
+
+def _flag_of(name: str) -> str:
+    """The flag of a field; `as_` is what Python leaves of `as`."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def _parser(label: str, base: Any, metadata: list[Any]) -> ParsedBy:
@@ -360,7 +366,7 @@ def _flags(cls: type) -> list[str]:
         if dataclasses.is_dataclass(base):
             flags += _flags(typing.cast(type, base))
         elif _POSITIONAL not in metadata:
-            flags.append("--" + name.replace("_", "-"))
+            flags.append(_flag_of(name))
             flags += ["--no-" + name.replace("_", "-")] if base is bool else []
     return flags
 

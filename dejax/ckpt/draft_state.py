@@ -81,16 +81,7 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
     check_draft_folder(folder)
     config = {
         "schema": SCHEMA,
-        "target": {
-            "identity": draft.identity,
-            "family": target_config.family,
-            "layers": target_config.num_layers,
-            "moe_layers": list(target_config.moe_layers),
-            "width": target_config.width,
-            "num_experts": target_config.moe.num_experts,
-            "top_k": target_config.moe.top_k,
-            "expert_width": target_config.moe.expert_width,
-        },
+        "target": {"identity": draft.identity} | target_facts(target_config),
         "draft": {"width": draft.config.width, "top_r": draft.config.top_r},
         "training": dict(draft.training),
     }
@@ -109,6 +100,19 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def target_facts(config: ModelConfig) -> dict[str, Any]:
+    """What an adapter says of the target it is for, beside its identity."""
+    return {
+        "family": config.family,
+        "layers": config.num_layers,
+        "moe_layers": list(config.moe_layers),
+        "width": config.width,
+        "num_experts": config.moe.num_experts,
+        "top_k": config.moe.top_k,
+        "expert_width": config.moe.expert_width,
+    }
 
 
 def check_draft_folder(folder: str | Path) -> None:

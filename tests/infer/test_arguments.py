@@ -146,3 +146,23 @@ def test_ranges(function, good, bad):
     assert function(good) == float(good)
     with pytest.raises(UsageError, match=f"'{bad}' is out of range; expected a"):
         function(bad)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    as_: Literal["one", "two"] | None = None
+    """A word that Python keeps for itself."""
+
+
+def test_a_trailing_underscore_is_no_part_of_a_flag(capsys):
+    def parse_renamed(*argv: str) -> Renamed:
+        return arguments.parse(Renamed, list(argv), prog="dejax verb", description="Renames.")
+
+    assert parse_renamed("--as", "two").as_ == "two" and parse_renamed().as_ is None
+    with pytest.raises(UsageError, match="--as: 'three' is not one of one, two"):
+        parse_renamed("--as", "three")
+    with pytest.raises(UsageError, match="did you mean '--as'"):
+        parse_renamed("--ass", "two")
+    with pytest.raises(SystemExit):
+        parse_renamed("--help")
+    assert "--as {one,two}" in capsys.readouterr().out

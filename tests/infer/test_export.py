@@ -41,13 +41,10 @@ def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            ["--draft", "init", "--format", "gguf"],
-            "--format: gguf is not available in this version",
-        ),
         (["--draft", "init", "--format", "torch"], "--format: torch is not available"),
         (["--draft", "init", "--format", "safetensor"], "did you mean 'safetensors'"),
         ([], "--draft is missing"),
+        (["--draft", "init", "--as", "adapter"], "--as is for --format gguf"),
         (["--draft", "nowhere"], "nowhere does not exist"),
     ],
 )

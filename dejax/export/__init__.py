@@ -1,0 +1,1 @@
+"""Targets and draft experts in the formats of other programs."""

@@ -1,0 +1,208 @@
+"""GGUF files in llama.cpp itself: it computes what dejax computes, or the export has said not."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import dejax.target
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.config import DraftConfig
+from dejax.draft.expert import Draft, random_draft
+from dejax.draft.path import draft_experts
+from dejax.export import gguf_config
+from dejax.export.gguf import export_adapter, export_draft_model, export_target
+from dejax.model import layer_full
+from dejax.target import Target, load_target, read_outline
+from tests.families.configurations import raw_config
+from tests.families.random_folder import write_folder
+from tests.infer import small_tokenizer
+from tests.infer.gguf_cases import (
+    EQUAL,
+    IDS,
+    REFUSED,
+    TOLERANCE,
+    UNEQUAL,
+    both,
+    documents,
+    kl,
+    logprobs,
+    prompts,
+    small_model,
+    text_of,
+)
+from tests.infer.llama_cpp import Refused, ask
+
+pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_llama_cpp_computes_the_same(case, tmp_path):
+    ours, theirs, warnings = both(small_model(tmp_path / "m", *EQUAL[case]), tmp_path / "m.gguf")
+    assert np.abs(ours - theirs).max() < TOLERANCE
+    np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
+    assert len(warnings) == (case == "moonlight")  # one eps for all norms: within the tolerance
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_where_llama_cpp_differs_the_export_says_so(case, tmp_path):
+    name, more, message = UNEQUAL[case]
+    ours, theirs, warnings = both(small_model(tmp_path / "m", name, more), tmp_path / "m.gguf")
+    assert len(warnings) == 1 and message in warnings[0]
+    assert np.abs(ours - theirs).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_export_refuses_llama_cpp_would_not_load(case, tmp_path):
+    folder = small_model(tmp_path / "m", *REFUSED[case])
+    with mock.patch.object(gguf_config, "_obstacle", return_value=None):
+        with pytest.raises(Refused, match="wrong number of tensors|not found|has wrong shape"):
+            both(folder, tmp_path / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Target:
+    return load_target("tiny")
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    export_target("tiny", read_outline("tiny"), "f32").write(out)
+    return out
+
+
+ODD = [
+    "a",
+    " a  b   c\t\td\n\n\ne \n f",
+    "1 12 123 1234567890 3.14 1,000 0x1F",
+    "isn't we'Ve HE'S 'tis l'été d'",
+    "Grüße, Ελληνικά, кириллица, 東京タワー, 한국어, नमस्ते, עברית",
+    "😀👩‍👩‍👧‍👦🇩🇪 é ﬁ \u00a0\u2003 ½",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "def f(x):\n\treturn x**2 + [i for i in range(10)][-1]  # !?",
+]
+
+
+def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_file):
+    texts = [*ODD, *prompts(), *(text[::-1] for text in prompts()), *documents(250)]
+    assert len(set(texts)) > 250
+    messages = [{"role": "user", "content": "What is 7 + 5?"}]
+    prompt = tiny.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    ids = tiny.tokenizer.encode(prompt)
+    answers = ask(
+        tiny_file,
+        tokens={"tokenize": texts},
+        chat={"chat": messages},
+        greedy={"greedy": ids, "count": 64},
+    )
+    assert answers["chat"] == prompt
+    assert answers["tokens"] == [tiny.tokenizer.encode(text) for text in texts]
+    greedy, drafted = answers["greedy"]
+    assert len(greedy) == 64 and drafted == 0
+    # Each of our own choices, given theirs before it, is theirs: so are the sequences.
+    whole = ids + greedy
+    logits = np.array(tiny([whole[:-1]])[0])
+    logits[:, list(tiny.config.eos_ids)] = -np.inf  # as theirs: neither may end
+    best = logits.argmax(-1)
+    assert best[len(ids) - 1 :].tolist() == greedy
+
+
+LIMITS = {"f32": 1e-6, "f16": 1e-4, "bf16": 1e-3, "q8_0": 2e-2, "q4_0": 0.2}
+"""KL in nats of `tiny` as stored, on text."""
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_quantised_tiny_stays_near(dtype, tiny, tmp_path):
+    ids = text_of(tiny)
+    export_target("tiny", read_outline("tiny"), dtype).write(tmp_path / "t.gguf")
+    theirs, ours = ask(tmp_path / "t.gguf", x={"logprobs": ids})["x"], logprobs(tiny([ids])[0])
+    away = kl(ours, theirs)
+    assert away < LIMITS[dtype]
+    assert dtype in ("f32", "f16") or away > LIMITS["f32"]
+
+
+def draft_logits(target: Target, draft: Draft, ids: list[int]) -> np.ndarray:
+    """The draft path over a whole sequence."""
+    layers = iter(range(target.config.num_layers))
+    plain = dejax.target._whole_layer
+
+    def layer(definition, activation, params, stack, x, positions, mask):
+        index = next(layers)
+        if stack is None:
+            return plain(definition, activation, params, stack, x, positions, mask)
+        experts = draft_experts(
+            stack, draft.layer_params(index), r=draft.config.top_r, block=16, activation=activation
+        )
+        merged = nnx.merge(definition, params)
+        return layer_full(merged, x, positions=positions, mask=mask, experts=experts)[0]
+
+    with mock.patch.object(dejax.target, "_whole_layer", layer):
+        return logprobs(target([ids])[0])
+
+
+def test_the_drafter_of_tiny_is_the_draft_path(tiny, tmp_path):
+    ids, outline = text_of(tiny), read_outline("tiny")
+    draft = resolve_draft("init:4", outline)
+    export_draft_model("tiny", outline, draft, "f32").write(tmp_path / "d.gguf")
+    ours, theirs = draft_logits(tiny, draft, ids), ask(tmp_path / "d.gguf", x={"logprobs": ids})
+    assert np.abs(ours - theirs["x"]).max() < TOLERANCE
+    assert np.abs(ours - logprobs(tiny([ids])[0])).max() > 0.1  # it is not the target
+
+
+def test_llama_cpp_speculates_with_the_drafter(tiny, tiny_file, tmp_path):
+    outline = read_outline("tiny")
+    export = export_draft_model("tiny", outline, resolve_draft("init", outline), "f32")
+    export.write(tmp_path / "d.gguf")
+    request = {"greedy": text_of(tiny), "count": 64}
+    alone = ask(tiny_file, x=request)["x"]
+    drafted = ask(tiny_file, drafter=tmp_path / "d.gguf", x=request)["x"]
+    assert drafted[0] == alone[0] and alone[1] == 0
+    assert drafted[1] >= 16  # of 64: shared and top-1 experts agree with the target on most tokens
+
+
+@pytest.mark.parametrize(("name", "r", "width"), [("lite", 2, 40), ("full", 1, 32)])
+def test_other_drafters_are_the_draft_path(name, r, width, tmp_path):
+    folder = small_model(tmp_path / "m", name, {})
+    outline = read_outline(folder)
+    draft = random_draft(
+        outline.config, DraftConfig(width=width, top_r=r), seed=1, identity=outline.identity
+    )
+    export = export_draft_model(folder, outline, draft, "f32")
+    assert export.warnings == ()  # groups do not matter where one expert is chosen
+    export.write(tmp_path / "d.gguf")
+    theirs = ask(tmp_path / "d.gguf", x={"logprobs": IDS})["x"]
+    assert np.abs(draft_logits(load_target(folder), draft, IDS) - theirs).max() < TOLERANCE
+
+
+def test_llama_cpp_does_not_take_an_adapter_for_a_model(tmp_path):
+    outline = read_outline("tiny")
+    export_adapter("tiny", outline, resolve_draft("init", outline)).write(tmp_path / "a.gguf")
+    with pytest.raises(Refused, match="error loading model"):
+        ask(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [
+        ("llama", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.LLAMA3))),
+        ("qwen3", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.QWEN2))),
+        ("gpt-oss", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.O200K))),
+        ("v3", small_tokenizer.byte_level(small_tokenizer.split(*small_tokenizer.DEEPSEEK_V3))),
+        ("glm4-moe", small_tokenizer.byte_level(small_tokenizer.split(small_tokenizer.LLAMA3))),
+        ("mixtral", small_tokenizer.sentencepiece()),
+    ],
+)
+def test_tokenizers_of_every_kind_give_the_same_ids(name, tokenizer, tmp_path):
+    folder = write_folder(tmp_path / "m", raw_config(name, vocab_size=400))
+    small_tokenizer.add_to(folder, tokenizer)
+    export_target(folder, read_outline(folder), "f32").write(tmp_path / "m.gguf")
+    texts = [*small_tokenizer.TEXT, *ODD, *prompts()[:20]]
+    answers = ask(tmp_path / "m.gguf", tokens={"tokenize": texts})["tokens"]
+    for text, theirs in zip(texts, answers, strict=True):
+        assert theirs == tokenizer.encode(text), text
