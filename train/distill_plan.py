@@ -152,7 +152,7 @@ def estimate_step_bytes(model: ModelConfig, config: DistillConfig, mesh: Any) ->
     rows, experts = batch * length, model.moe.num_experts
     held = jnp.dtype(config.dtype).itemsize
     layer = experts * int(np.prod(model.expert_shape)) * held // (expert * tensor)
-    layer_bytes = layer + layer // fsdp
+    layer_bytes = layer + (layer // fsdp if fsdp > 1 else 0)
     assigned = rows * expert * model.moe.top_k + 128 * experts // expert
     kept = len(model.moe_layers) * rows * (3 * width * size + experts * wide)
     scores = 2 * batch * model.attention.heads // tensor * length * length * size
