@@ -130,7 +130,7 @@ OUTLINE = (
     "prompts in every mode, compare with autoregressive decoding, write tables and plots to {out}"
 )
 TINY_TAKES = {
-    False: "; about five minutes on two cores",
+    False: "; five to six minutes on two cores",
     True: "; about an hour on two cores, most of it for fifteen distillations",
 }
 """What is known of the embedded target's time, by `--full`."""
