@@ -31,12 +31,30 @@ VERBS = {
     "export": ("infer.export:main", "write a model in another format"),
 }
 
+Program = Callable[[list[str]], int]
+"""argv -> exit status."""
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `dejax ARGV` (default: this process's) and returns the exit status.
+    """Runs `dejax ARGV` (default: this process's) and returns the exit status."""
+    return _run("dejax", _dispatch, argv)
+
+
+def run_module(name: str, program: Program) -> int:
+    """Runs `python -m NAME` as a verb runs: the program of a module that is no verb."""
+
+    def prepared(argv: list[str]) -> int:
+        _keep_compilations()
+        return program(argv)
+
+    return _run(name, prepared, None)
+
+
+def _run(name: str, program: Program, argv: list[str] | None) -> int:
+    """Runs a program and returns the exit status.
 
     What the user can mend is one line on standard error; only a defect of ours, or of a library,
     ends in a traceback.
@@ -47,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         # A terminal that lacks a character shows its escape; standard error does so by itself.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        status = program(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except (UsageError, FailedError) as error:
-        _say("error", str(error))
+        _say("error", str(error), name)
         return error.exit_status
     except KeyboardInterrupt:
-        _say("error", "interrupted")
+        _say("error", "interrupted", name)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader is gone (`dejax ... | head`): give Python's own flush at exit a place to write.
@@ -64,17 +82,17 @@ def main(argv: list[str] | None = None) -> int:
         # A full disk or a lost permission is the machine's; without a file it is a defect.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = "" if error.filename is None else f"{shown(os.fsdecode(error.filename))}: "
-            _say("error", f"{where}no space left on device")
+            _say("error", f"{where}no space left on device", name)
             return FailedError.exit_status
         if error.filename is None or error.strerror is None:
             raise
-        _say("error", f"{shown(os.fsdecode(error.filename))}: {error.strerror.lower()}")
+        _say("error", f"{shown(os.fsdecode(error.filename))}: {error.strerror.lower()}", name)
         return FailedError.exit_status
     except (MemoryError, RuntimeError) as error:
         # XLA's way to say that the memory does not suffice.
         if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
             raise
-        _say("error", "not enough memory; make batches, caches or the model smaller")
+        _say("error", "not enough memory; make batches, caches or the model smaller", name)
         return FailedError.exit_status
 
 
@@ -124,7 +142,7 @@ def _help() -> str:
     )
 
 
-def _load(verb: str) -> Callable[[list[str]], int]:
+def _load(verb: str) -> Program:
     module_name, function = VERBS[verb][0].split(":")
     try:
         module = importlib.import_module(module_name)
@@ -151,5 +169,5 @@ def _warn_of_shadows() -> None:
             _say("warning", f"package {name!r} is {places[0]}, which hides the one of dejax")
 
 
-def _say(kind: str, message: str) -> None:
-    print(f"dejax: {kind}: {' '.join(message.split())}", file=sys.stderr)
+def _say(kind: str, message: str, name: str = "dejax") -> None:
+    print(f"{name}: {kind}: {' '.join(message.split())}", file=sys.stderr)

@@ -8,32 +8,26 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
-from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import Target, check_dtype, load_target, read_outline
 from infer.arguments import (
-    Bytes,
     DraftSpec,
     InputFile,
     Model,
-    NonNegativeFloat,
-    NonNegativeInt,
     OutputFile,
-    ParsedBy,
     Positional,
-    PositiveInt,
-    non_negative_int,
-    number,
     parse,
 )
 from infer.console import progress, say
 from infer.decode import DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
+from infer.decoding_arguments import DecodingArguments
 from infer.engine import LAYOUT
 from infer.link import parse_link
 from infer.output import report
@@ -43,7 +37,6 @@ from infer.trace import Round, write_trace
 from infer.units import format_decimal_bytes
 
 CAPACITY_STEP = 256
-Budget = int | Literal["cache", "off"]
 
 
 @dataclass(frozen=True)
@@ -162,38 +155,6 @@ def generate(
     return results
 
 
-HALF = "half of what a token uses"
-
-
-def top_mass(text: str) -> float:
-    """`--top-p`: above 0, at most 1."""
-    value = number(text)
-    if not 0 < value <= 1:
-        raise UsageError(f"{text!r} is out of range; expected a number above 0, at most 1")
-    return value
-
-
-def sampling_seed(text: str) -> int:
-    """`--seed`: 32 bits."""
-    value = non_negative_int(text)
-    if value >= 2**32:
-        raise UsageError(f"{text!r} is out of range; expected 0 to {2**32 - 1}")
-    return value
-
-
-def link_text(text: str) -> str:
-    """`--link`, once it is known to be one."""
-    parse_link(text)
-    return text
-
-
-def parse_budget(text: str) -> Budget:
-    """`--budget`: a number of layer-experts, `cache`, or `off`."""
-    if text == "cache" or text == "off":
-        return text
-    return non_negative_int(text)
-
-
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of `dejax generate`."""
@@ -210,42 +171,9 @@ class Arguments:
     """How to decode: one token a step, or drafting with top-r or draft experts; same tokens."""
     draft: DraftSpec | None = None
     """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
-    r: PositiveInt = 1
-    """Routed experts a layer that the drafter keeps, at most the target's top-k."""
-    max_new_tokens: PositiveInt = 64
-    """New tokens of a prompt at most; the target's context ends it earlier."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of seeded sampling; 0 is greedy."""
-    top_k: NonNegativeInt = 0
-    """Sample among so many of the likeliest tokens only; 0 is all."""
-    top_p: Annotated[float, ParsedBy(top_mass, "FLOAT")] = 1.0
-    """Sample among the likeliest tokens that have this share of the probability only; 1 is all."""
-    seed: Annotated[int, ParsedBy(sampling_seed, "INT")] = 0
-    """Seed of the sampling noise, 0 to 2^32 - 1."""
-    draft_length: PositiveInt = 8
-    """Tokens of a draft at most."""
-    truncate: bool = True
-    """Stop a draft at a token that is unsure and would pull in many new experts."""
-    tau: NonNegativeFloat = 0.6
-    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
-    budget: Annotated[
-        Budget | None, ParsedBy(parse_budget, "N|cache|off", lambda budget: budget or HALF)
-    ] = None
-    """Layer-experts that an unsure token may add: N, what the link hides (cache), none (off)."""
-    controller: Controller = "consumer"
-    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
-    prefetch: bool = True
-    """Prefetch the experts that the draft router predicts."""
-    device_cache: Bytes = 0
-    """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
-    host_cache: Bytes = None
-    """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
-    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
-    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
+    decoding: DecodingArguments = DecodingArguments()
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What weights are held in; computation is in float32 at least."""
-    chat: bool = True
-    """Use the tokenizer's chat template, if it has one."""
     trace: OutputFile | None = None
     """Write what every round did here, as JSON lines."""
     json: OutputFile | None = None
@@ -260,30 +188,12 @@ class Arguments:
             raise UsageError(f"--draft is for --mode draft-expert, not {self.mode}")
         if self.draft is None and self.mode == "draft-expert":
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
-        if self.r != 1 and self.mode == "ar":
+        if self.decoding.r != 1 and self.mode == "ar":
             raise UsageError("--r is for the modes that draft, not ar")
         if self.prompt is not None and not is_text(self.prompt):
             raise UsageError("--prompt is not UTF-8 text")
         if self.trace is not None and str(self.trace) == "-":
             raise UsageError("--trace: expected a file, not standard output")
-        self.options()  # its own checks
-
-    def options(self) -> DecodeOptions:
-        """What of the arguments concerns the decode loop."""
-        return DecodeOptions(
-            mode=self.mode,
-            r=self.r,
-            max_new_tokens=self.max_new_tokens,
-            sampling=SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed),
-            control=ControlConfig(
-                draft_length=self.draft_length,
-                truncate=self.truncate,
-                tau=self.tau,
-                budget=self.budget,
-                controller=self.controller,
-            ),
-            prefetch=self.prefetch,
-        )
 
     def check(self) -> Draft | None:
         """The draft experts, once all is known to fit the target, of which no weight is read.
@@ -293,10 +203,11 @@ class Arguments:
         """
         held = check_dtype(self.dtype)
         outline = read_outline(self.model)
-        check_options(self.options(), outline.config, drafts=self.draft is not None)
+        drafts = self.draft is not None
+        check_options(self.decoding.options(self.mode), outline.config, drafts=drafts)
         if not outline.converted:
             size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
-            check_host_cache(outline.name, size, self.host_cache)
+            check_host_cache(outline.name, size, self.decoding.host_cache)
         return None if self.draft is None else resolve_draft(self.draft, outline)
 
 
@@ -338,27 +249,15 @@ def main(argv: list[str]) -> int:
     say(f"loading {args.model}")
     target = load_target(args.model, args.dtype)
     one = len(prompts) == 1 and sys.stdout.isatty() and str(args.json) != "-"
-    most = min(args.max_new_tokens, target.config.context)
+    most = min(args.decoding.max_new_tokens, target.config.context)
     total = None if one else most * len(prompts)
-    options = args.options()
     with progress("decode", total, "tokens") as bar:
         results = generate(
             target,
             prompts,
             draft=draft,
             mode=args.mode,
-            r=args.r,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-            control=options.control,
-            prefetch=args.prefetch,
-            device_cache=args.device_cache,
-            host_cache=args.host_cache,
-            link=args.link,
-            chat=args.chat,
+            **args.decoding.given(),
             on_round=_Stream(target, prompts, bar, text=one),
             on_bad=on_bad,
             aside=bar.aside,
@@ -367,7 +266,7 @@ def main(argv: list[str]) -> int:
     if not results:
         raise type(bad[0][1])(f"none of {len(bad)} prompts was decoded; the first: {bad[0][1]}")
     if args.trace is not None:
-        header = {"model": target.name, "mode": args.mode, "link": args.link}
+        header = {"model": target.name, "mode": args.mode, "link": args.decoding.link}
         write_trace(args.trace, header, {result.id: result.trace for result in results})
     result = {"generations": [result.to_json() for result in results]} | counted
     report(args.json, result, lambda: _show(results, streamed=one))

@@ -8,33 +8,28 @@ a real one fails the gate.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
-from dejax.spec.control import ControlConfig, Controller
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import Target, load_target, read_outline
 from infer.arguments import (
-    Bytes,
     DraftSpec,
     InputFile,
     Model,
-    NonNegativeFloat,
-    NonNegativeInt,
     OutputFile,
-    ParsedBy,
     Positional,
-    PositiveInt,
     parse,
 )
 from infer.console import print_table, progress, say
 from infer.decode import Mode
+from infer.decoding_arguments import DecodingArguments
 from infer.divergence import judge
-from infer.generate import Generation, generate, link_text, sampling_seed, top_mass
+from infer.generate import Generation, generate
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
 from infer.report import stats
@@ -55,55 +50,9 @@ class Arguments:
     """Prompts as JSON lines; those that come with dejax unless given."""
     dtypes: tuple[Dtype, ...] = ()
     """What weights are held in, one after the other; float32 unless given."""
-    r: PositiveInt = 1
-    """Routed experts a layer that the drafters keep, at most the target's top-k."""
-    max_new_tokens: PositiveInt = 64
-    """New tokens of a prompt at most."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of seeded sampling; 0 is greedy."""
-    top_k: NonNegativeInt = 0
-    """Sample among so many of the likeliest tokens only; 0 is all."""
-    top_p: Annotated[float, ParsedBy(top_mass, "FLOAT")] = 1.0
-    """Sample among the likeliest tokens that have this share of the probability only; 1 is all."""
-    seed: Annotated[int, ParsedBy(sampling_seed, "INT")] = 0
-    """Seed of the sampling noise, 0 to 2^32 - 1."""
-    draft_length: PositiveInt = 8
-    """Tokens of a draft at most."""
-    truncate: bool = True
-    """Stop a draft at a token that is unsure and would pull in many new experts."""
-    tau: NonNegativeFloat = 0.6
-    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
-    controller: Controller = "consumer"
-    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
-    prefetch: bool = True
-    """Prefetch the experts that the draft router predicts."""
-    device_cache: Bytes = 0
-    """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
-    host_cache: Bytes = None
-    """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
-    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
-    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
-    chat: bool = True
-    """Use the tokenizer's chat template, if it has one."""
+    decoding: DecodingArguments = DecodingArguments()
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How tokens are chosen."""
-        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
-
-    def common(self) -> dict[str, Any]:
-        """The options of `infer.generate.generate` that all modes share."""
-        control = ControlConfig(
-            draft_length=self.draft_length,
-            truncate=self.truncate,
-            tau=self.tau,
-            controller=self.controller,
-        )
-        names = ("temperature", "top_k", "top_p", "seed", "prefetch", "device_cache")
-        names = (*names, "host_cache", "link", "chat", "max_new_tokens", "r")
-        return {name: getattr(self, name) for name in names} | {"control": control}
 
 
 def compare_modes(
@@ -175,8 +124,10 @@ def main(argv: list[str]) -> int:
     if not outline.config.moe_layers:
         raise UsageError(f"{args.model}: has no routed experts to draft with; expected a MoE")
     top_k = outline.config.moe.top_k
-    if args.r > top_k:
-        raise UsageError(f"--r is {args.r}; the target routes to {top_k} experts per token")
+    if args.decoding.r > top_k:
+        raise UsageError(
+            f"--r is {args.decoding.r}; the target routes to {top_k} experts per token"
+        )
     draft = None if args.draft is None else resolve_draft(args.draft, outline)
     rows: list[dict[str, Any]] = []
     for dtype in args.dtypes or ("float32",):
@@ -198,23 +149,25 @@ def _verify(
     """The rows of one dtype; prompts that do not fit the context are told and left out."""
     fits = []
     for prompt in prompts:
-        ((record, ids),) = encode_prompts(target, [prompt], chat=args.chat)
-        if len(ids) + args.max_new_tokens <= target.config.context:
+        ((record, ids),) = encode_prompts(target, [prompt], chat=args.decoding.chat)
+        if len(ids) + args.decoding.max_new_tokens <= target.config.context:
             fits.append(prompt)
         else:
             say(f"prompt {record['id']}: {len(ids)} tokens and the new ones exceed the context")
     if not fits:
         raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
     modes = 2 + (draft is not None)
-    with progress(f"verify {dtype}", modes * len(fits) * args.max_new_tokens, "tokens") as bar:
+    with progress(
+        f"verify {dtype}", modes * len(fits) * args.decoding.max_new_tokens, "tokens"
+    ) as bar:
         return compare_modes(
             target,
             fits,
             draft,
-            args.sampling,
+            args.decoding.sampling,
             dtype=dtype,
             on_tokens=lambda count, mode: bar.advance(count, mode=mode),
-            **args.common(),
+            **args.decoding.given(),
         )
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import load_draft, save_draft
-from dejax.errors import FailedError, UsageError
+from dejax.cli import run_module
+from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.paths import shown
 from dejax.sharding import make_mesh
@@ -268,9 +269,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except (UsageError, FailedError) as error:
-        say(f"arms: error: {error}")
-        status = error.exit_status
-    sys.exit(status)
+    sys.exit(run_module("arms", main))

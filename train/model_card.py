@@ -19,7 +19,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import dejax
-from dejax.errors import FailedError, UsageError
+from dejax.cli import run_module
+from dejax.errors import UsageError
 from dejax.target import Target, load_target, model_folder
 from infer.arguments import Positional, PositiveInt, parse
 from infer.console import say
@@ -266,9 +267,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except (UsageError, FailedError) as error:
-        say(f"model_card: error: {error}")
-        status = error.exit_status
-    sys.exit(status)
+    sys.exit(run_module("model_card", main))

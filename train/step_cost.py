@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dejax
+from dejax.cli import run_module
 from dejax.config import DraftConfig, ModelConfig
-from dejax.errors import FailedError, UsageError
+from dejax.errors import UsageError
 from dejax.model import head_of
 from dejax.sharding import draft_shardings, make_mesh, row_sharding, target_shardings
 from dejax.target import load_config, model_folder
@@ -287,9 +288,4 @@ def _show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except (UsageError, FailedError) as error:
-        say(f"step_cost: error: {error}")
-        status = error.exit_status
-    sys.exit(status)
+    sys.exit(run_module("step_cost", main))

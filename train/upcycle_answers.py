@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dejax.errors import FailedError, UsageError
+from dejax.cli import run_module
 from dejax.target import load_target
 from infer.arguments import InputFile, Model, OutputFile, Positional, PositiveInt, parse
-from infer.console import progress, say
+from infer.console import progress
 from infer.generate import generate
 from infer.output import write_json
 from infer.prompts import DEMO_PROMPTS, read_prompts
@@ -57,9 +57,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except (UsageError, FailedError) as error:
-        say(f"upcycle_answers: error: {error}")
-        status = error.exit_status
-    sys.exit(status)
+    sys.exit(run_module("upcycle_answers", main))

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dejax.errors import FailedError, UsageError
+from dejax.cli import run_module
+from dejax.errors import UsageError
 from dejax.paths import read_file
 from infer.arguments import InputFile, OutputFile, parse
 from infer.console import say
@@ -232,9 +233,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except (UsageError, FailedError) as error:
-        say(f"upcycle_card: error: {error}")
-        status = error.exit_status
-    sys.exit(status)
+    sys.exit(run_module("upcycle_card", main))

@@ -1,0 +1,127 @@
+"""The options of decoding that programs share: how tokens are chosen, drafted and moved."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from dejax.errors import UsageError
+from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.sampling import SamplingConfig
+from infer.arguments import (
+    Bytes,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ParsedBy,
+    PositiveInt,
+    non_negative_int,
+    number,
+)
+from infer.decode import DecodeOptions, Mode
+from infer.link import parse_link
+
+Budget = int | Literal["cache", "off"]
+HALF = "half of what a token uses"
+
+
+def top_mass(text: str) -> float:
+    """`--top-p`: above 0, at most 1."""
+    value = number(text)
+    if not 0 < value <= 1:
+        raise UsageError(f"{text!r} is out of range; expected a number above 0, at most 1")
+    return value
+
+
+def sampling_seed(text: str) -> int:
+    """`--seed`: 32 bits."""
+    value = non_negative_int(text)
+    if value >= 2**32:
+        raise UsageError(f"{text!r} is out of range; expected 0 to {2**32 - 1}")
+    return value
+
+
+def link_text(text: str) -> str:
+    """`--link`, once it is known to be one."""
+    parse_link(text)
+    return text
+
+
+def parse_budget(text: str) -> Budget:
+    """`--budget`: a number of layer-experts, `cache`, or `off`."""
+    if text == "cache" or text == "off":
+        return text
+    return non_negative_int(text)
+
+
+@dataclass(frozen=True)
+class DecodingArguments:
+    """Options of `infer.generate.generate`, as flags."""
+
+    r: PositiveInt = 1
+    """Routed experts a layer that the drafter keeps, at most the target's top-k."""
+    max_new_tokens: PositiveInt = 64
+    """New tokens of a prompt at most; the target's context ends it earlier."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of seeded sampling; 0 is greedy."""
+    top_k: NonNegativeInt = 0
+    """Sample among so many of the likeliest tokens only; 0 is all."""
+    top_p: Annotated[float, ParsedBy(top_mass, "FLOAT")] = 1.0
+    """Sample among the likeliest tokens that have this share of the probability only; 1 is all."""
+    seed: Annotated[int, ParsedBy(sampling_seed, "INT")] = 0
+    """Seed of the sampling noise, 0 to 2^32 - 1."""
+    draft_length: PositiveInt = 8
+    """Tokens of a draft at most."""
+    truncate: bool = True
+    """Stop a draft at a token that is unsure and would pull in many new experts."""
+    tau: NonNegativeFloat = 0.6
+    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
+    budget: Annotated[
+        Budget | None, ParsedBy(parse_budget, "N|cache|off", lambda budget: budget or HALF)
+    ] = None
+    """Layer-experts that an unsure token may add: N, what the link hides (cache), none (off)."""
+    controller: Controller = "consumer"
+    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
+    prefetch: bool = True
+    """Prefetch the experts that the draft router predicts."""
+    device_cache: Bytes = 0
+    """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
+    host_cache: Bytes = None
+    """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
+    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
+    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
+    chat: bool = True
+    """Use the tokenizer's chat template, if it has one."""
+
+    def __post_init__(self):
+        self.options("top-r")  # its own checks
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How tokens are chosen."""
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
+
+    @property
+    def control(self) -> ControlConfig:
+        """How long drafts are, and when they stop."""
+        return ControlConfig(
+            draft_length=self.draft_length,
+            truncate=self.truncate,
+            tau=self.tau,
+            budget=self.budget,
+            controller=self.controller,
+        )
+
+    def options(self, mode: Mode) -> DecodeOptions:
+        """What the decode loop takes of them."""
+        return DecodeOptions(
+            mode=mode,
+            r=self.r,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            control=self.control,
+            prefetch=self.prefetch,
+        )
+
+    def given(self) -> dict[str, Any]:
+        """Them all as `generate` takes them."""
+        names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
+        names = (*names, "prefetch", "device_cache", "host_cache", "link", "chat")
+        return {name: getattr(self, name) for name in names}
