@@ -22,8 +22,8 @@ OPTIONAL = ("tyro", "grain", "gguf", "datasets", "torch")
 
 
 def tracked_files() -> list[Path]:
-    """Every file of the project that git knows or would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    """Every file of the project that git knows."""
+    command = ["git", "ls-files", "--cached"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
 
