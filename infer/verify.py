@@ -178,7 +178,10 @@ def _show(name: str, rows: Sequence[dict[str, Any]]) -> None:
         + [row["real"], format_percent(row["acceptance_rate"])]
         for row in rows
     ]
-    print_table(f"{name}: tokens beside autoregressive decoding", columns, table)
+    same, near, real = (sum(row[k] for row in rows) for k in ("identical", "near_ties", "real"))
+    verdict = f"{same} of {same + near + real} decodes have the autoregressive tokens"
+    verdict += f"; {near} differ by near-ties, {real} really" if near + real else ""
+    print_table(f"{name}: tokens beside autoregressive decoding", columns, table, verdict)
     for row in rows:
         for found in row["divergences"]:
             say(
