@@ -270,6 +270,7 @@ def compilations():
         pytest.param((1, 2), 2, 40, id="groups", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_after_warm_up_nothing_compiles(monkeypatch, sizes, draft_length, width):
     """Of dimensions that no other test uses, so that nothing has been compiled before."""
     monkeypatch.setattr(engine_module, "EXPERT_BUCKETS", sizes)

@@ -289,6 +289,7 @@ def call(folder, *options):
     return ["generate", str(folder), "--prompt", "the draft path", "--draft-length", "2", *options]
 
 
+@pytest.mark.slow
 def test_a_converted_model_decodes_like_the_folder_it_is_from(converted, capsys):
     tokens = []
     for name in ("plain", "converted"):

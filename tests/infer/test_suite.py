@@ -36,6 +36,7 @@ def results(target):
     return run_all(suite, runs)
 
 
+@pytest.mark.slow
 def test_every_run_is_held_against_its_own_reference(results):
     assert [r.row["identical_to_ar"] for r in results] == [True] * 5
     assert all(not r.row["divergences"] for r in results)
@@ -94,6 +95,7 @@ def test_the_link_is_chosen_from_measured_compute(target):
     assert link.simulated and link.bytes_per_second > 0
 
 
+@pytest.mark.slow
 def test_the_resident_step_decodes_as_the_host_loop_does(target):
     prompt, new = [5, 6, 7, 8], 8
     tokens, seconds = ResidentDecoder(target, len(prompt) + new).decode(prompt, new)

@@ -27,6 +27,7 @@ def verify(model, *more):
     return cli.main(argv), json.loads(result.read_text()) if result.exists() else None
 
 
+@pytest.mark.slow
 def test_every_mode_is_compared(model, capsys):
     status, result = verify(model, "--draft", "init")
     assert status == 0 and result is not None

@@ -123,6 +123,7 @@ def targets_of(teacher, batches):
     return [[np.concatenate(part[layer]) for part in (inputs, outputs)] for layer in inputs]
 
 
+@pytest.mark.slow
 def test_the_fit_is_the_least_squares_solution(teacher, batches):
     params, left = fit(teacher, batches, pool=1, ridge=1e-3)
     for layer, (h, missing) in enumerate(targets_of(teacher, batches)):

@@ -93,6 +93,7 @@ def test_checkpoints_hold_what_is_trained_and_nothing_else(straight):
     assert sorted(np.shape(leaf) for leaf in arrays) == sorted(2 * trained)  # two moments each
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_equals_straight(straight, target, batch_at, tmp_path):
     _, whole, log, _ = straight
 

@@ -173,6 +173,7 @@ def test_recomputed_layers_give_the_same_gradients(x64, remat):
         np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_the_local_objective_feeds_the_targets_own_states(x64):
     target, params, batch = case()
 
@@ -229,6 +230,7 @@ def test_zero_down_rows_are_the_top_1_path_bit_for_bit():
     assert not np.array_equal(logits(draft), logits(None))
 
 
+@pytest.mark.slow
 def test_the_targets_stream_is_the_targets():
     target = random_target("bare", dtype=jnp.float32)
     teacher = as_teacher(target)

@@ -94,6 +94,7 @@ def straight(pair, batch_at, config, tmp_path_factory):
 # --- the step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_dense_model_is_the_one_that_a_target_computes(folders, pair):
     batch = {
         "tokens": jnp.asarray(TOKENS, jnp.int32),
@@ -125,6 +126,7 @@ def test_parts_are_told_apart_and_joined_again(pair, parts):
 
 
 @pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.slow
 def test_only_what_is_configured_changes(pair, batch_at, config, parts):
     whole = join_trained(pair.start, pair.constants.frozen)
     start, frozen = split_trained(whole, parts)
@@ -141,6 +143,7 @@ def test_only_what_is_configured_changes(pair, batch_at, config, parts):
     assert equal(before, whole)  # what the run began with is not its own to change
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_models_come_nearer(straight, pair, batch_at, config):
     _, trained, log = straight
     assert [row["step"] for row in log] == list(range(1, 9))
@@ -234,6 +237,7 @@ class Stop(Exception):
     """A run ends in the middle of a step."""
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(straight, pair, batch_at, config, tmp_path):
     def stops(step, rows=None):
         if step == 5:
@@ -295,6 +299,7 @@ def healed(file, tmp_path_factory) -> tuple[Path, dict]:
     return out, json.loads(Path(str(out) + ".json").read_text())
 
 
+@pytest.mark.slow
 def test_the_program_writes_a_folder_like_the_one_it_healed(healed, folders, file):
     out, result = healed
     moe = folders[1]
@@ -319,6 +324,7 @@ def test_the_program_writes_a_folder_like_the_one_it_healed(healed, folders, fil
     assert (out / "model" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_logits_of_the_trained_weights(straight, pair, folders, tmp_path):
     trained = straight[1]
     params = join_trained(trained, pair.constants.frozen)

@@ -84,6 +84,7 @@ def test_arrays_are_those_of_load_target_on_eight_devices(tmp_path):
     assert found == {str(number): [] for number in range(len(FOLDERS))}
 
 
+@pytest.mark.slow
 def test_a_host_holds_a_few_layers_of_experts_at_most(tmp_path):
     layers = 24
     raw = raw_config("lite", num_hidden_layers=layers, moe_intermediate_size=128)

@@ -196,6 +196,7 @@ def test_rows_know_their_documents(folders, held):
         assert (same == (documents[1:] == documents[:-1])).all()
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_that_of_every_predicted_token(folders, numbers):
     found = numbers["held_out"]
     assert list(found) == ["t0", "gsm8k", "all"]
