@@ -211,7 +211,7 @@ class Saver:
             if not isinstance(error, OSError) and "space left" not in words:
                 raise
             full = "space left" in words
-            why = "no space left on device" if full else str(error).splitlines()[0][:120]
+            why = "no space left on device" if full else f"{error}".split("\n")[0][:120]
             raise FailedError(
                 f"{self._folder}: a checkpoint cannot be written ({why}); last good checkpoint: "
                 f"{'none' if self._saved is None else self._saved}"

@@ -131,7 +131,7 @@ OUTLINE = (
 )
 TINY_TAKES = {
     False: "; five to six minutes on two cores",
-    True: "; about an hour on two cores, most of it for fifteen distillations",
+    True: "; an hour or more on two cores, half of it for fifteen distillations",
 }
 """What is known of the embedded target's time, by `--full`."""
 

@@ -85,7 +85,10 @@ def _leave_word(who: str) -> None:
         "be reached; start all of them again: they go on from the newest checkpoint"
     )
     listener = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LISTEN, line], stdin=subprocess.PIPE, text=True
+        [sys.executable, "-I", "-S", "-c", _LISTEN, line],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # an interrupt from the terminal is not for it
     )
 
     def end_well() -> None:
