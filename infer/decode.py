@@ -20,7 +20,8 @@ from dejax.shapes import Pair
 from dejax.spec.accept import accept, draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.sampling import SamplingConfig, TokenPicker
-from infer.engine import ROW_BUCKETS, Engine
+from infer.buckets import ROW_BUCKETS
+from infer.engine import Engine
 from infer.trace import Round
 
 Mode = Literal["ar", "top-r", "draft-expert"]
