@@ -28,6 +28,7 @@ VERBS = {
     "evaluate": ("train.evaluate:main", "the quality of draft experts: agreement, acceptance"),
     "generate": ("infer.generate:main", "decode text"),
     "verify": ("infer.verify:main", "the exactness gate: every mode beside autoregressive tokens"),
+    "bench": ("train.bench:main", "links, steps and decoding speed, each beside its limit"),
     "export": ("infer.export:main", "write a model in another format"),
 }
 

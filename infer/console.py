@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich import box
 from rich.console import Console
@@ -23,6 +23,7 @@ LINE_SECONDS = 5.0
 """Time between two plain lines of progress."""
 
 
+@runtime_checkable
 class Advance(Protocol):
     """What `progress` yields."""
 

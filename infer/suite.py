@@ -1,14 +1,16 @@
 """Decoding the same prompts in several modes, and checking each against autoregressive decoding.
 
-The demo's middle part: which runs there are, what they measure, and the rows that tables and plots
-are made of. Every number of a row comes from its traces.
+The middle part of the demo, and of `dejax bench decode`: which runs there are, what they measure,
+and the rows that tables and plots are made of. Every number of a row comes from its traces.
 """
 
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dejax.ckpt.expert_store import ExpertStore
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
@@ -19,9 +21,9 @@ from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.divergence import judge
 from infer.link import Link, parse_link
-from infer.prefetch import device_form
 from infer.report import distinct_ngrams, rounds_of, stats
 from infer.resident import ResidentDecoder
+from infer.staging import device_form
 from infer.trace import Round
 
 LOAD_TO_COMPUTE = 3.0
@@ -35,6 +37,7 @@ class Run:
     Attributes:
       name: what tables call it.
       cache: share of the target's experts that the device cache holds (0 to 1).
+      look_ahead: whether target passes ask for what the next layer will probably use.
     """
 
     name: str
@@ -47,6 +50,12 @@ class Run:
     controller: str = "consumer"
     cache: float = 0.0
     temperature: float = 0.0
+    look_ahead: bool = False
+
+    @property
+    def place(self) -> tuple[bool, float, bool]:
+        """What a decoder is made for: draft experts or not, the cache, whether it looks ahead."""
+        return self.mode == "draft-expert", self.cache, self.look_ahead
 
     def options(self, max_new_tokens: int, *, stop_at_eos: bool) -> DecodeOptions:
         """The decode options of this run."""
@@ -67,9 +76,9 @@ class Run:
         )
 
     @property
-    def reference(self) -> "Run":
-        """The autoregressive run that this one must agree with: same rule, no cache."""
-        return Run("AR", "ar", temperature=self.temperature)
+    def is_reference(self) -> bool:
+        """Whether runs of the same temperature must agree with it: plain decoding, no cache."""
+        return self.mode == "ar" and not self.cache and not self.look_ahead
 
 
 def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
@@ -99,7 +108,7 @@ class Suite:
     """A target with its prompts (ids and token ids), and the link its experts cross."""
 
     target: Target
-    draft: Draft
+    draft: Draft | None
     prompts: Sequence[tuple[str, list[int]]]
     max_new_tokens: int
     link: Link
@@ -117,50 +126,66 @@ class Suite:
         return longest
 
 
-def _decoder(suite: Suite, store: Any, *, drafts: bool, cache: float) -> Decoder:
+def _decoder(suite: Suite, store: ExpertStore, place: tuple[bool, float, bool]) -> Decoder:
     """A decoder whose device cache holds a share of the experts."""
+    drafts, cache, look_ahead = place
     size = device_form(store, suite.target.compute_dtype, None).bytes
-    offload = Offload(device_cache=int(cache * len(store.pairs)) * size, link=suite.link)
+    offload = Offload(
+        device_cache=int(cache * len(store.pairs)) * size, link=suite.link, look_ahead=look_ahead
+    )
     draft = suite.draft if drafts else None
     return Decoder(suite.target, draft=draft, offload=offload, capacity=suite.capacity, store=store)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run's traces (one a prompt) and its row in the demo's JSON form."""
+    """One run: its traces (one a prompt) of every repeat, and its row in the demo's JSON form."""
 
     run: Run
-    traces: tuple[tuple[Round, ...], ...]
+    repeats: tuple[tuple[tuple[Round, ...], ...], ...]
     row: dict[str, Any]
 
+    @property
+    def traces(self) -> tuple[tuple[Round, ...], ...]:
+        """Of the first repeat."""
+        return self.repeats[0]
 
-def run_all(suite: Suite, runs: Sequence[Run]) -> list[Result]:
+    def rates(self) -> list[float]:
+        """Tokens a second of every repeat, prefill excluded."""
+        joined = ([record for trace in traces for record in trace] for traces in self.repeats)
+        return [stats(records)["decode_tps"] for records in joined]
+
+
+def run_all(suite: Suite, runs: Sequence[Run], *, repeats: int = 1) -> list[Result]:
     """Decodes all prompts in every run, and holds each against its autoregressive reference.
 
-    Runs of one cache size share a decoder, so that each step compiles once.
+    All runs are made in turn, then all of them again: what else the machine does falls on all of
+    them. Runs of one place share a decoder.
     """
     store = expert_store(suite.target, Offload(link=suite.link))
-    results: dict[int, list[tuple[Round, ...]]] = {}
-    total = len(runs) * len(suite.prompts)
-    with progress("decode", total, "prompts") as bar:
-        for drafts, cache in sorted({(r.mode == "draft-expert", r.cache) for r in runs}):
-            with _decoder(suite, store, drafts=drafts, cache=cache) as decoder:
-                for index, run in enumerate(runs):
-                    if (run.mode == "draft-expert", run.cache) != (drafts, cache):
-                        continue
-                    options = run.options(suite.max_new_tokens, stop_at_eos=suite.stop_at_eos)
-                    results[index] = []
-                    with bar.aside():
+    results: list[list[tuple[tuple[Round, ...], ...]]] = [[] for _ in runs]
+    total = len(runs) * len(suite.prompts) * repeats
+    with ExitStack() as stack, progress("decode", total, "prompts") as bar:
+        decoders = {
+            place: stack.enter_context(_decoder(suite, store, place))
+            for place in sorted({run.place for run in runs})
+        }
+        for repeat in range(repeats):
+            for index, run in enumerate(runs):
+                options = run.options(suite.max_new_tokens, stop_at_eos=suite.stop_at_eos)
+                decoder = decoders[run.place]
+                if not repeat:
+                    with bar.aside("compiling"):
                         decoder.warm_up(options)
-                    for _, ids in suite.prompts:
-                        results[index].append(decoder.run(ids, options))
-                        bar.advance(1, run=run.name)
-    references = {run: index for index, run in enumerate(runs) if run == run.reference}
+                traces = []
+                for _, ids in suite.prompts:
+                    traces.append(decoder.run(ids, options))
+                    bar.advance(1, run=run.name)
+                results[index].append(tuple(traces))
+    references = {run.temperature: index for index, run in enumerate(runs) if run.is_reference}
     return [
-        Result(
-            run, tuple(results[i]), _row(suite, run, results[i], results[references[run.reference]])
-        )
-        for i, run in enumerate(runs)
+        Result(run, tuple(found), _row(suite, run, found, results[references[run.temperature]][0]))
+        for run, found in zip(runs, results, strict=True)
     ]
 
 
@@ -171,17 +196,19 @@ def _tokens(trace: Sequence[Round]) -> list[int]:
 def _row(
     suite: Suite,
     run: Run,
-    traces: Sequence[tuple[Round, ...]],
+    repeats: Sequence[tuple[tuple[Round, ...], ...]],
     references: Sequence[tuple[Round, ...]],
 ) -> dict[str, Any]:
-    """One run's options, agreement with the reference, and statistics."""
+    """One run's options, agreement of every repeat with the reference, and statistics."""
     sampling = run.options(1, stop_at_eos=False).sampling
     divergences = []
-    for (name, ids), trace, reference in zip(suite.prompts, traces, references, strict=True):
-        found = judge(suite.target, ids, _tokens(reference), _tokens(trace), sampling, id=name)
-        if found is not None:
-            divergences.append(asdict(found))
-    joined = [record for trace in traces for record in trace]
+    for traces in repeats:
+        for (name, ids), trace, reference in zip(suite.prompts, traces, references, strict=True):
+            found = judge(suite.target, ids, _tokens(reference), _tokens(trace), sampling, id=name)
+            if found is not None:
+                divergences.append(asdict(found))
+    traces = repeats[0]
+    joined = [record for traces in repeats for trace in traces for record in trace]
     row_stats = stats(joined)
     row_stats["distinct_4grams"] = distinct_ngrams([_tokens(trace) for trace in traces])
     options = {k: v for k, v in asdict(run).items() if k not in ("name", "mode")}
@@ -199,8 +226,10 @@ def _row(
     }
 
 
-def choose_link(target: Target, prompt: list[int], tokens: int = 24) -> Link:
-    """A simulated link on which an AR step's loads take `LOAD_TO_COMPUTE` times its compute.
+def choose_link(
+    target: Target, prompt: list[int], tokens: int = 24, *, loads: float = LOAD_TO_COMPUTE
+) -> Link:
+    """A simulated link on which an AR step's loads take `loads` times its compute.
 
     The compute is measured here, with every expert on the device.
     """
@@ -213,7 +242,7 @@ def choose_link(target: Target, prompt: list[int], tokens: int = 24) -> Link:
     compute = statistics.median(record.total_seconds for record in rounds)
     config = target.config
     moved = config.routes_per_token * store.bytes_per_expert
-    rate = moved / (LOAD_TO_COMPUTE * compute) / 1e9
+    rate = moved / (loads * compute) / 1e9
     return parse_link(f"sim:{rate:.2g}")
 
 

@@ -39,7 +39,8 @@ class Round:
       finish_reason: why the sequence ended with this record ("eos", "length", "context"), or None.
       loads: every completed transfer, in order.
       top1_gates: mean gate of the top-1 expert in the target pass, layer by layer.
-      draft_seconds, target_seconds, total_seconds: wall time of its parts.
+      began: seconds of the clock that loads are booked by.
+      draft_seconds, target_seconds, total_seconds: wall time of its parts, in this order.
       device_seconds, load_seconds: of it, time waiting for jitted steps and for loads.
     """
 
@@ -60,6 +61,7 @@ class Round:
     finish_reason: str | None = None
     loads: tuple[LoadEvent, ...] = ()
     top1_gates: tuple[float, ...] = ()
+    began: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     total_seconds: float = 0.0

@@ -112,7 +112,7 @@ def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Pat
     curves = {
         f"{'greedy' if r.run.temperature == 0 else 'T=0.8'} target": unique_by_length(r.traces, 9)
         for r in results
-        if r.run == r.run.reference
+        if r.run.is_reference
     }
     plot_unique(curves, paths[2])
     plot_losses(log, paths[3])

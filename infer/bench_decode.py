@@ -1,0 +1,177 @@
+"""`dejax bench decode`, `cache` and `draft`: every way to decode, beside autoregressive decoding.
+
+All runs decode the same prompts in turn, then again, so that what else the machine does falls on
+all of them; every run's tokens are held against the autoregressive ones.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from infer.bench_limits import Limits
+from infer.bench_rows import Row, peak_rss, spread
+from infer.report import rounds_of
+from infer.suite import Result, Run, Suite, run_all
+
+FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
+LOOK = "look-ahead"
+
+
+def baselines(top_k: int) -> list[Run]:
+    """Autoregressive decoding in the ways that others do it, and shared + top-r drafting."""
+    runs = [
+        Run("AR", "ar"),
+        Run(f"AR, {LOOK}", "ar", look_ahead=True),
+        Run("AR, half cached (LRU)", "ar", cache=0.5),
+        Run(f"AR, half cached (LRU), {LOOK}", "ar", cache=0.5, look_ahead=True),
+    ]
+    runs += [
+        Run(f"top-{r}, K={k}", "top-r", r=r, draft_length=k)
+        for r in (1, 2, 3)
+        for k in (2, 4)
+        if r <= top_k
+    ]
+    return runs
+
+
+def drafting() -> list[Run]:
+    """DraftExpert step by step (its Tables 2 to 4), then what is ours."""
+    mode: Any = "draft-expert"
+    return [
+        Run("draft-expert, K=4", mode),
+        Run("draft-expert, K=6, truncated", mode, draft_length=6, truncate=True),
+        Run("draft-expert, K=6, truncated, prefetch", mode, **FULL),
+        Run(f"draft-expert, K=6, truncated, prefetch, {LOOK}", mode, look_ahead=True, **FULL),
+        Run("draft-expert, K=6, half cached, prefetch", mode, cache=0.5, **FULL),
+        Run(
+            f"draft-expert, K=6, half cached, prefetch, {LOOK}",
+            mode,
+            cache=0.5,
+            look_ahead=True,
+            **FULL,
+        ),
+    ]
+
+
+def cache_sizes(*, drafts: bool) -> list[Run]:
+    """Autoregressive decoding and, with draft experts, DraftExpert, by the share that is cached."""
+    runs = []
+    for cache in (0.0, 0.25, 0.5, 0.75, 1.0):
+        name = f"{cache:.0%} cached"
+        runs.append(Run("AR" if not cache else f"AR, {name}", "ar", cache=cache))
+        if drafts:
+            runs.append(Run(f"draft-expert, {name}", "draft-expert", cache=cache, **FULL))
+    return runs
+
+
+def draft_lengths() -> list[Run]:
+    """DraftExpert by the longest draft that it may make, with and without the stop rule."""
+    mode: Any = "draft-expert"
+    runs = [Run("AR", "ar")]
+    for length in (1, 2, 4, 6, 8):
+        runs.append(Run(f"K={length}, prefetch", mode, draft_length=length, prefetch=True))
+        options: dict[str, Any] = FULL | dict(draft_length=length)
+        runs.append(Run(f"K={length}, truncated, prefetch", mode, **options))
+    return runs
+
+
+def over_links(loads: float, *, drafts: bool) -> list[Run]:
+    """What is compared over links of different rates; `loads` names the rate."""
+    name = f"loads {loads:g} x computation"
+    runs = [Run("AR", "ar"), Run(f"AR, {LOOK}", "ar", look_ahead=True)]
+    if drafts:
+        runs.append(Run("draft-expert", "draft-expert", look_ahead=True, **FULL))
+    return [replace(run, name=f"{run.name}, {name}") for run in runs]
+
+
+LOADS = (0.3, 1.0, 3.0, 10.0)
+"""How many times its computation a step's loads take, over the links of `over_links`."""
+
+
+def seeded(runs: Sequence[Run], temperature: float) -> list[Run]:
+    """The same runs at a temperature."""
+    return [
+        replace(run, name=f"{run.name}, T={temperature:g}", temperature=temperature) for run in runs
+    ]
+
+
+def bench_decode(
+    suite: Suite, runs: Sequence[Run], limits: Limits, *, repeats: int
+) -> tuple[list[Row], list[Result]]:
+    """Decodes every run `repeats` times; a row a run, and what the runs gave."""
+    results = run_all(suite, runs, repeats=repeats)
+    return [_row(suite, result, results, limits) for result in results], results
+
+
+def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits) -> Row:
+    run, found = result.run, result.row["stats"]
+    reference = next(
+        other
+        for other in results
+        if other.run.is_reference and other.run.temperature == run.temperature
+    )
+    ar = reference.row["stats"]
+    rates = result.rates()
+    tps = statistics.median(rates)
+    moved = sum(kind["bytes"] for kind in found["loads"].values())
+    count = sum(kind["count"] for kind in found["loads"].values())
+    seconds = sum(kind["seconds"] for kind in found["loads"].values())
+    limit = None
+    if run.mode == "ar":
+        load = suite.link.seconds(0) * count + seconds if not suite.link.simulated else None
+        per_token = (
+            count / found["emitted"] * suite.link.seconds(moved // max(count, 1))
+            if load is None
+            else load / found["emitted"]
+        )
+        limit = 1 / limits.offloaded(per_token / limits.moe_layers)
+    rate = suite.link.bytes_per_second
+    first_drafter = next(
+        (other.row["stats"] for other in results if other.run.mode == "top-r" and other.run.r == 1),
+        None,
+    )
+    drafts = run.mode in ("top-r", "draft-expert")
+    return Row(
+        name=run.name,
+        model=suite.target.name,
+        mode=run.mode,
+        options=result.row["options"]
+        | {
+            "identical_to_ar": result.row["identical_to_ar"],
+            "link_bytes_per_second": suite.link.bytes_per_second,
+        },
+        link=suite.link.describe(),
+        simulated=suite.link.simulated,
+        tps=tps,
+        ratio_to_ar=tps / statistics.median(reference.rates()),
+        limit_tps=limit,
+        share_of_limit=None if limit is None else tps / limit,
+        link_utilisation=_share(moved, rate and rate * found["decode_seconds"]),
+        load_share=_load_share(result),
+        tokens_per_round=found["tokens_per_round"],
+        cost_verify=_share(found["target_pass_seconds"], ar["target_pass_seconds"])
+        if run.mode != "ar"
+        else None,
+        cost_draft=_share(found["draft_pass_seconds"], first_drafter["draft_pass_seconds"])
+        if drafts and first_drafter
+        else None,
+        acceptance_rate=found["acceptance_rate"],
+        bytes_per_token=moved / found["emitted"],
+        accepted_per_expert_loaded=_share(found["emitted"], count),
+        prefetch_recall=found["prefetch_recall"],
+        prefetch_precision=found["prefetch_precision"],
+        peak_rss_bytes=peak_rss(),
+        repeats=len(rates),
+        spread=spread(rates),
+    )
+
+
+def _load_share(result: Result) -> float:
+    """Of the time of all rounds, the part in which the loop waited for experts."""
+    rounds = rounds_of(r for traces in result.repeats for trace in traces for r in trace)
+    return sum(r.load_seconds for r in rounds) / sum(r.total_seconds for r in rounds)
+
+
+def _share(part: float | int | None, whole: float | int | None) -> float | None:
+    return part / whole if part is not None and whole else None

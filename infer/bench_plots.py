@@ -1,0 +1,116 @@
+"""Plots of the rows that `dejax bench` wrote, as PNG files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from infer.plots import ACCENT, INK, LINES, MARKERS
+
+Number = int | float
+Line = tuple[str, list[tuple[Number, Number]]]
+"""A line's name and its points."""
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """What a row's line is called: its mode, and what else sets it apart."""
+    options = row["options"]
+    parts = [row["mode"] if row["mode"] != "ar" else "AR"]
+    parts += ["look-ahead"] if options.get("look_ahead") else []
+    parts += ["truncated"] if options.get("truncate") else []
+    parts += [f"T={options['temperature']:g}"] if options.get("temperature") else []
+    return ", ".join(parts)
+
+
+def lines_of(rows: Sequence[dict[str, Any]], x: str, y: str) -> list[Line]:
+    """Lines of the option `x` against the field or option `y`, one a kind of run."""
+    found: dict[str, list[tuple[Number, Number]]] = {}
+    for row in rows:
+        across = row["options"].get(x)
+        up = row.get(y, row["options"].get(y))
+        if across is not None and up is not None:
+            found.setdefault(_kind(row), []).append((across, up))
+    return [(name, sorted(points)) for name, points in found.items()]
+
+
+def _plot(
+    path: Path, lines: Sequence[Line], across: str, up: str, *, log: bool = False, zero: bool = True
+) -> None:
+    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    for index, (name, points) in enumerate(lines):
+        xs, ys = zip(*points, strict=True)
+        style: dict[str, Any] = dict(color=LINES[index % len(LINES)], markersize=4)
+        axes.plot(xs, ys, marker=MARKERS[index % len(MARKERS)], label=name, **style)
+    if log:
+        axes.set_xscale("log")
+    if zero:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def plot_cache(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens a second by the share of experts that the device holds."""
+    lines = lines_of([r for r in rows if r["tps"]], "cache", "tps")
+    _plot(path, lines, "share of the experts that are cached", "tokens per second")
+
+
+def plot_links(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens a second by the rate of the link."""
+    lines = lines_of([r for r in rows if r["tps"]], "link_bytes_per_second", "tps")
+    lines = [(name, [(x / 1e9, y) for x, y in points]) for name, points in lines]
+    _plot(path, lines, "GB/s of the simulated link", "tokens per second", log=True)
+
+
+def plot_lengths(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Speed over autoregressive decoding by the longest draft."""
+    chosen = [r for r in rows if r["tps"] and r["mode"] != "ar"]
+    lines = lines_of(chosen, "draft_length", "ratio_to_ar")
+    _plot(path, lines, "tokens of a draft at most (K)", "x autoregressive decoding")
+
+
+def plot_widths(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """What a pass costs, and how many experts it needs, by its rows (Figures 3 to 5)."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("rows of the pass")
+    for cached, colour in (("nothing cached", ACCENT), ("all cached", INK)):
+        chosen = [r for r in rows if r["name"].endswith(cached)]
+        widths = [r["options"]["rows"] for r in chosen]
+        if not chosen:
+            continue
+        left.plot(widths, [r["cost_verify"] for r in chosen], "o-", color=colour, label=cached)
+        if colour == ACCENT:
+            unique = [r["options"]["unique_layer_experts"] for r in chosen]
+            right.plot(widths, unique, "o-", color=ACCENT, label="text of the target")
+            right.plot(widths, [unique[0] * w for w in widths], ":", color=INK, label="no overlap")
+    left.set_ylabel("time over that of one row")
+    right.set_ylabel("distinct layer-experts")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+PLOTS: dict[str, Callable[[Sequence[dict[str, Any]], Path], None]] = {
+    "cache": plot_cache,
+    "link": plot_links,
+    "draft": plot_lengths,
+    "verify": plot_widths,
+}
+"""The plot of a suite, if it has one."""
+
+
+def plot_suite(suite: str, rows: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Writes a suite's plot; False if it has none, or no rows for it."""
+    if suite not in PLOTS or (suite != "verify" and not any(row["tps"] for row in rows)):
+        return False
+    PLOTS[suite](rows, path)
+    return True

@@ -1,0 +1,146 @@
+"""One budget of memory for all of a decode: `--memory BYTES`.
+
+Planned before a weight is read, and refused with what would do if it cannot work. On a CPU it is
+the memory of the process; elsewhere that of the accelerator, and `--host-cache` bounds the host's.
+
+    process        what it has before a weight is read, and what compiled steps take
+    weights        everything of the target but its routed experts; a store in memory
+    draft experts
+    KV cache       for the requested context and the scratch rows of a pass
+    activations    of the widest pass
+    staging        experts on their way: as stored, and as the device has them
+    experts        what remains: those that a pass holds, prefetched ones, and the device cache
+"""
+
+import math
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from dejax.ckpt.expert_store import ExpertStore
+from dejax.config import ModelConfig
+from dejax.errors import UsageError
+from dejax.nn.attention import init_cache
+from infer.buckets import PREFILL_ROWS
+from infer.staging import DeviceForm
+from infer.units import format_bytes
+
+COMPILED = 320 * 2**20
+"""What compiling and the compiled steps add to the process."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of each part of a decode's memory, as in the module's list.
+
+    Attributes:
+      experts: of it, `prefetch` at most for experts that nobody has asked for yet.
+    """
+
+    process: int
+    weights: int
+    draft_experts: int
+    kv_cache: int
+    activations: int
+    staging: int
+    experts: int
+    prefetch: int
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "prefetch")
+
+    def describe(self) -> str:
+        """One line, the parts in order."""
+        names = {f.name: f.name.replace("_", " ") for f in fields(self) if f.name != "prefetch"}
+        names["kv_cache"] = "KV cache"
+        parts = [f"{names[name]} {format_bytes(getattr(self, name))}" for name in names]
+        return f"{format_bytes(self.total)}: {', '.join(parts)}"
+
+
+def resident_now() -> int:
+    """Bytes that this process has in memory now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_memory(
+    config: ModelConfig,
+    form: DeviceForm,
+    *,
+    budget: int,
+    weights: int,
+    record_bytes: int,
+    draft_experts: int,
+    capacity: int,
+    compute_dtype: DTypeLike,
+    draft_length: int,
+    r: int,
+    readers: int,
+) -> MemoryPlan:
+    """Deals out a budget.
+
+    Args:
+      form: of an expert on the device; record_bytes: of one as it is stored.
+      weights: bytes of resident weights, and of a store in memory.
+      draft_experts: bytes of those.
+      capacity: committed tokens that a sequence may have.
+      draft_length: tokens of a draft, 0 for none; r: routed experts that the drafter keeps.
+      readers: transfers at the same time.
+
+    Raises:
+      UsageError: it is too small for a pass; says what is needed, and what would do with less.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    size = np.dtype(compute_dtype).itemsize
+    fixed = dict(
+        process=resident_now() + COMPILED if on_cpu else 0,
+        weights=weights,
+        draft_experts=draft_experts,
+        kv_cache=_kv_bytes(config, capacity + PREFILL_ROWS, compute_dtype),
+        activations=_activation_bytes(config, capacity + PREFILL_ROWS, size),
+        staging=readers * (form.bytes + (record_bytes if on_cpu else 0)),
+    )
+    every = len(config.moe_layers) * config.moe.num_experts * form.bytes
+    # A layer's experts in a prefill, and what a round's draft passes keep until its end.
+    drafts = (draft_length + 1) * len(config.moe_layers) * r if draft_length else 0
+    held = config.moe.num_experts * form.bytes
+    least = held + drafts * form.bytes
+    rest = budget - sum(fixed.values())
+    if rest < min(least, every):
+        needed = sum(fixed.values()) + min(least, every)
+        raise UsageError(
+            f"--memory {format_bytes(budget)} does not do: a pass needs {format_bytes(needed)} "
+            f"({MemoryPlan(**fixed, experts=min(least, every), prefetch=0).describe()}); give "
+            "more, a shorter context or --draft-length, or experts of fewer bytes "
+            "(dejax convert --experts int4)"
+        )
+    experts = min(rest, every)
+    wanted = 4 * config.routes_per_token * form.bytes
+    prefetch = every if experts == every else min(wanted, max(0, experts - least))
+    return MemoryPlan(**fixed, experts=experts, prefetch=prefetch)
+
+
+def _kv_bytes(config: ModelConfig, slots: int, dtype: Any) -> int:
+    cache = jax.eval_shape(lambda: init_cache(config.attention, slots, dtype))
+    leaves = jax.tree.leaves(cache)
+    return config.num_layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def _activation_bytes(config: ModelConfig, slots: int, size: int) -> int:
+    """Of the widest step of a prefill block: scores of all heads, or a feed-forward's neurons."""
+    neurons = max(config.dense_width, config.moe.shared_width, config.moe.expert_width)
+    scores = 3 * config.attention.heads * slots
+    return PREFILL_ROWS * size * (8 * config.width + max(3 * neurons, scores)) + 4 * (
+        config.vocab_size * 16
+    )
+
+
+def store_bytes(store: ExpertStore) -> int:
+    """What a store takes in memory: nothing, if it is a folder."""
+    return 0 if store.path is not None else len(store.pairs) * store.bytes_per_expert

@@ -1,0 +1,272 @@
+"""`dejax bench SUITE`: this machine's links, steps and decoding speed, each beside its limit.
+
+What is compared is measured in turns in one process, and told as medians with their spread;
+compiling is left out. Everything goes into a table, a plot, and JSON whose rows have one form
+(`infer.bench_rows`). The project's docs/performance.md is written from such files.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.ckpt.expert_codec import OPTIONS
+from dejax.config import DraftConfig, ModelConfig
+from dejax.errors import FailedError, UsageError
+from dejax.target import Target, load_target, read_outline
+from infer.arguments import (
+    DraftSpec,
+    InputFile,
+    Model,
+    NonNegativeFloat,
+    OutputFile,
+    OutputFolder,
+    ParsedBy,
+    Positional,
+    PositiveInt,
+    choice,
+    parse,
+)
+from infer.bench_decode import (
+    LOADS,
+    baselines,
+    bench_decode,
+    cache_sizes,
+    draft_lengths,
+    drafting,
+    over_links,
+    seeded,
+)
+from infer.bench_limits import measure_limits
+from infer.bench_link import bench_link, count_cases
+from infer.bench_plots import plot_suite
+from infer.bench_rows import Row, document, peak_rss, show
+from infer.bench_steps import bench_draft, bench_verify
+from infer.console import progress, say
+from infer.decoder import Offload, expert_store
+from infer.link import parse_link
+from infer.output import check_output_folder, report, write_json
+from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
+from infer.suite import LOAD_TO_COMPUTE, Run, Suite, choose_link
+from infer.synthetic import PREFIX, prompts_of_random_tokens, synthetic_config, synthetic_target
+from train.distill_config import DistillConfig
+from train.step_cost import step_cost
+
+SUITES = ("link", "decode", "draft", "verify", "cache", "train")
+RANDOM_PROMPT = 32
+"""Tokens of a prompt for a target without a tokenizer."""
+
+
+def _link(text: str) -> str:
+    if text != "auto":
+        parse_link(text)
+    return text
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `dejax bench`."""
+
+    suite: Positional[Annotated[str, ParsedBy(choice(SUITES), "|".join(SUITES))]]
+    """What to measure: links, decoding, passes of drafting and of verification, cache sizes, or a
+    step of distillation."""
+    model: Model = "tiny"
+    """A Hugging Face or converted folder, tiny, or synthetic:CONFIG[:layers=N] (random weights of a
+    true shape, for transfers and computation only)."""
+    draft: DraftSpec | None = None
+    """Draft experts: a folder from `dejax distill`, or untrained ones (init)."""
+    link: Annotated[str, ParsedBy(_link, "auto|real|disk|sim:GBPS[,LATENCY_US]")] = "auto"
+    """What experts cross; auto is a simulated link on which loads take 3 times the computation."""
+    prompts: InputFile | None = None
+    """Prompts as JSON lines; those that come with dejax unless given."""
+    count: PositiveInt = 6
+    """Prompts at most."""
+    max_new_tokens: PositiveInt = 48
+    """New tokens of a prompt; end tokens do not stop it."""
+    temperature: NonNegativeFloat = 0.0
+    """Also decode at this temperature; 0 is greedy alone."""
+    repeats: PositiveInt = 3
+    """Times that everything is measured, in turns."""
+    experts: Annotated[str | None, ParsedBy(choice(OPTIONS), "|".join(OPTIONS))] = None
+    """What a synthetic model's experts are stored as; bf16 unless given."""
+    store: OutputFolder | None = None
+    """Where a synthetic model's experts are written, for the disk link; in memory unless given."""
+    out: OutputFolder | None = None
+    """Write SUITE.json and plots into this folder."""
+    json: OutputFile | None = None
+    """Write the result here as JSON; - is standard output."""
+
+    def __post_init__(self):
+        synthetic = self.model.startswith(PREFIX)
+        for name in ("experts", "store"):
+            if getattr(self, name) is not None and not synthetic:
+                raise UsageError(f"--{name} is for --model synthetic:CONFIG[:layers=N]")
+        if self.link == "disk" and synthetic and self.store is None:
+            raise UsageError("--link disk reads experts from a store: give --store DIR too")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `dejax bench`."""
+    about = "Measure links, steps and decoding here, beside what this machine allows."
+    args = parse(Arguments, argv, prog="dejax bench", description=about)
+    if args.out is not None:
+        check_output_folder(args.out)
+    rows, more, bad = _SUITES[args.suite](args)
+    result = document(args.suite, argv, rows, **more)
+    title = f"{args.suite}: {args.model}"
+    report(args.json, result, lambda: show(title, rows, _caption(rows)))
+    if args.out is not None:
+        write_json(args.out / f"{args.suite}.json", result)
+        plot_suite(args.suite, result["rows"], args.out / f"{args.suite}.png")
+    if bad:
+        raise FailedError(f"tokens differ from autoregressive decoding in: {', '.join(bad)}")
+    return 0
+
+
+Found = tuple[list[Row], dict[str, Any], list[str]]
+"""Rows of a suite, what else its JSON holds, and runs whose tokens were wrong."""
+
+
+def _caption(rows: list[Row]) -> str:
+    links = {row.link for row in rows if row.link}
+    parts = ["medians; spread: (largest - smallest) / median"]
+    parts += [f"links: {', '.join(sorted(links))}"] if links else []
+    return "; ".join(parts)
+
+
+def _config(args: Arguments) -> ModelConfig:
+    """The target's configuration, before any weight is read."""
+    if args.model.startswith(PREFIX):
+        return synthetic_config(args.model)
+    config = read_outline(args.model).config
+    if not config.moe_layers:
+        raise UsageError(f"{args.model} has no MoE layers; bench needs a mixture of experts")
+    return config
+
+
+def _target(args: Arguments) -> Target:
+    _config(args)
+    if args.model.startswith(PREFIX):
+        encoding = OPTIONS[args.experts or "bf16"]
+        return synthetic_target(args.model, experts=encoding, out=args.store)
+    say(f"loading {args.model}")
+    return load_target(args.model)
+
+
+def _with_link(args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE) -> Suite:
+    """Draft experts, prompts and link for a target; `loads` is for `--link auto`."""
+    draft = None if args.draft is None else resolve_draft(args.draft, target)
+    if target.tokenizer is None:
+        ids = prompts_of_random_tokens(target.config, args.count, RANDOM_PROMPT)
+        prompts = [(str(index), tokens) for index, tokens in enumerate(ids)]
+    else:
+        records = read_prompts(args.prompts or DEMO_PROMPTS)
+        prompts = [(str(r["id"]), encode_prompt(target, r["prompt"])) for r in records]
+    room = target.config.context - args.max_new_tokens
+    fits = [(name, ids) for name, ids in prompts if len(ids) <= room][: args.count]
+    if not fits:
+        raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
+    link = parse_link(args.link) if args.link != "auto" else None
+    link = link or choose_link(target, fits[0][1], loads=loads)
+    say(f"{len(fits)} prompts of {args.max_new_tokens} new tokens; {link.describe()}")
+    return Suite(target, draft, fits, args.max_new_tokens, link)
+
+
+def _bench_link(args: Arguments) -> Found:
+    target = _target(args)
+    store = expert_store(target, Offload())
+    with progress("link", count_cases(store) * args.repeats, "figures") as bar:
+        rows = bench_link(store, target.name, repeats=args.repeats, bar=bar)
+    bad: list[str] = []
+    for loads in LOADS if args.link == "auto" else ():
+        suite = _with_link(args, target, loads)
+        runs = over_links(loads, drafts=suite.draft is not None)
+        more, _, wrong = _decode(args, suite, runs)
+        rows, bad = rows + more, bad + wrong
+    return rows, {"expert_bytes": store.bytes_per_expert}, bad
+
+
+def _decode(args: Arguments, suite: Suite, runs: list[Run]) -> Found:
+    """Every run, greedy and at the temperature that was asked for."""
+    say("measuring what this machine allows")
+    store = expert_store(suite.target, Offload(link=suite.link))
+    limits = measure_limits(suite.target, store, suite.prompts[0][1])
+    if args.temperature:
+        runs = runs + seeded(runs, args.temperature)
+    rows, results = bench_decode(suite, runs, limits, repeats=args.repeats)
+    bad = [
+        result.run.name
+        for result in results
+        if any(found["float64_verdict"] == "real" for found in result.row["divergences"])
+    ]
+    return rows, {"limits": dataclasses.asdict(limits)}, bad
+
+
+def _bench_decode(args: Arguments) -> Found:
+    suite = _with_link(args, _target(args))
+    top_k = suite.target.config.moe.top_k
+    runs = baselines(top_k) + (drafting() if suite.draft is not None else [])
+    return _decode(args, suite, runs)
+
+
+def _bench_cache(args: Arguments) -> Found:
+    suite = _with_link(args, _target(args))
+    return _decode(args, suite, cache_sizes(drafts=suite.draft is not None))
+
+
+def _bench_verify(args: Arguments) -> Found:
+    suite = _with_link(args, _target(args))
+    store = expert_store(suite.target, Offload(link=suite.link))
+    with progress("verify", 2 * len(suite.prompts), "prompts") as bar:
+        return bench_verify(suite, store, bar=bar), {}, []
+
+
+def _bench_draft(args: Arguments) -> Found:
+    suite = _with_link(args, _target(args))
+    store = expert_store(suite.target, Offload(link=suite.link))
+    with progress("draft", 2 * len(suite.prompts), "prompts") as bar:
+        rows = bench_draft(suite, store, bar=bar)
+    if suite.draft is None:
+        return rows, {}, []
+    more, limits, bad = _decode(args, suite, draft_lengths())
+    return rows + more, limits, bad
+
+
+def _bench_train(args: Arguments) -> Found:
+    model = _config(args)
+    length = min(256, model.context)
+    config = DistillConfig(
+        draft=DraftConfig(width=model.moe.expert_width), seq_len=length, batch_size=4
+    )
+    tokens = 4 * length
+    say(f"a distillation step over {tokens} tokens, random weights, and its parts")
+    found = step_cost(model, config, repeats=args.repeats)
+    floor = tokens / (found["seconds"]["target"] * found["floor"])
+    rows = [
+        Row(
+            name=name,
+            model=args.model,
+            mode="distill",
+            options={"tokens": tokens, "times_target": seconds / found["seconds"]["target"]},
+            tps=tokens / seconds if name == "step" else None,
+            limit_tps=floor if name == "step" else None,
+            share_of_limit=1 / found["ratio_to_floor"] if name == "step" else None,
+            seconds=seconds,
+            peak_rss_bytes=peak_rss(),
+            repeats=args.repeats,
+            spread=found["spread"][name] / seconds,
+        )
+        for name, seconds in found["seconds"].items()
+    ]
+    return rows, {"floor": found["floor"], "flops_per_second": found["flops_per_second"]}, []
+
+
+_SUITES: dict[str, Callable[[Arguments], Found]] = {
+    "link": _bench_link,
+    "decode": _bench_decode,
+    "draft": _bench_draft,
+    "verify": _bench_verify,
+    "cache": _bench_cache,
+    "train": _bench_train,
+}

@@ -1,0 +1,142 @@
+"""The project's performance page, from the JSON files that `dejax bench` wrote.
+
+    python -m train.performance_page --results RESULT.json... --out docs/performance.md
+
+Plots are written beside it, into the folder `performance`. Nothing on the page is typed by hand but
+its words; a model's files are told together, in the order given.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dejax.cli import run_module
+from dejax.errors import UsageError
+from dejax.paths import read_file
+from infer.arguments import InputFile, OutputFile, parse
+from infer.bench_plots import plot_suite
+from infer.bench_rows import COLUMNS
+from infer.console import say
+from infer.output import make_folder, write_whole
+from infer.units import format_bytes, format_number
+from train.card_pieces import prose, table
+
+HEAD = """# Performance
+
+Written by `python -m train.performance_page` from what `dejax bench` measured. What is compared was
+measured in turns in one process; numbers are medians, *spread* is (largest - smallest) / median.
+Every run of decoding emitted the tokens of autoregressive decoding, or its row says that it did
+not.
+
+**Simulated** stands where a link was: transfers are made for real, and then held back until a link
+of the stated rate would have finished them. Speeds on it are simulated speeds.
+
+- *x AR*: over autoregressive decoding without a cache over the same link.
+- *of limit*: of what the link and this machine's computation allow: per layer, attention and
+  router, then the longer of its loads and its computation, each measured apart.
+- *link in use*: bytes moved over rate times time. *verify/AR*: a target pass over an
+  autoregressive one. *draft/top-1*: a draft pass over one of shared + top-1.
+"""
+
+ABOUT = {
+    "link": "Links: what moving experts reaches, and decoding over links of different rates.",
+    "decode": "Decoding: what others do, and DraftExpert step by step.",
+    "cache": "Decoding by the share of experts that the device holds.",
+    "draft": "Drafting: one pass, and decoding by the longest draft.",
+    "verify": "Verification: one pass of the target by its rows.",
+    "train": "A step of distillation beside the frozen target's forward pass.",
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `python -m train.performance_page`."""
+
+    results: tuple[InputFile, ...]
+    """Files of `dejax bench --json` or `--out`, in the order of the page."""
+    out: OutputFile
+    """The page to write."""
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """A bench's JSON.
+
+    Raises:
+      UsageError: the file is none.
+    """
+    try:
+        result = json.loads(read_file(file, "a result of dejax bench"))
+        assert result["suite"] in ABOUT and result["rows"]
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise UsageError(f"{file} is not a result of dejax bench; give its --json file") from None
+    return result
+
+
+def rows_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows, in the columns in which any of them has a number."""
+    kept = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    cells = []
+    for row in rows:
+        values = [row[name] if row[name] is None else COLUMNS[name][1](row[name]) for name in kept]
+        texts = [format_number(v) if isinstance(v, float) else v or "-" for v in values]
+        wrong = row["options"].get("identical_to_ar") is False
+        cells.append([row["name"] + (" (**tokens differ**)" if wrong else ""), *texts])
+    return table(["run", *(COLUMNS[name][0] for name in kept)], cells)
+
+
+def about_machine(result: dict[str, Any]) -> str:
+    """One sentence on what a result was measured with."""
+    machine, versions = result["machine"], result["versions"]
+    where = f"{machine['cpus']} CPU cores" if machine["backend"] == "cpu" else machine["device"]
+    return (
+        f"`{result['command']}` on {where}, {format_bytes(machine['memory_bytes'])}, load "
+        f"{machine['load_average'][0]:.1f} at the end, jax {versions['jax']}."
+    )
+
+
+def section(result: dict[str, Any], folder: Path) -> str:
+    """A result's part of the page; its plot goes into `folder`."""
+    rows, suite = result["rows"], result["suite"]
+    model = rows[0]["model"]
+    links = sorted({row["link"] for row in rows if row["link"]})
+    parts = [f"### {suite}", prose(ABOUT[suite], about_machine(result))]
+    if links:
+        simulated = [link for link in links if link.startswith("simulated")]
+        what = "; ".join(simulated) if simulated else "; ".join(links)
+        parts.append(prose(f"{'**Simulated links**' if simulated else 'Links'}: {what}."))
+    parts.append(rows_table(rows))
+    name = "".join(c if c.isalnum() else "-" for c in model) + f"-{suite}.png"
+    if plot_suite(suite, rows, folder / name):
+        parts.append(f"![{suite}, {model}]({folder.name}/{name})")
+    return "\n\n".join(parts)
+
+
+def page(results: Sequence[dict[str, Any]], folder: Path) -> str:
+    """The whole page."""
+    models: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        models.setdefault(result["rows"][0]["model"], []).append(result)
+    parts = [HEAD.rstrip()]
+    for model, found in models.items():
+        parts.append(f"## {model}")
+        parts += [section(result, folder) for result in found]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Runs `python -m train.performance_page`."""
+    about = "Write the performance page from results of dejax bench."
+    args = parse(Arguments, argv, prog="python -m train.performance_page", description=about)
+    results = [read_result(file) for file in args.results]
+    folder = args.out.parent / "performance"
+    make_folder(folder)
+    write_whole(args.out, page(results, folder).encode())
+    say(f"{args.out}, and plots in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_module("performance_page", main))
