@@ -64,7 +64,7 @@ def shared_step(definition: nnx.GraphDef) -> Callable[..., Any]:
     return jax.jit(lambda params, h: nnx.merge(definition, params)(h))
 
 
-def next_router(layer: DecoderLayer) -> tuple[nnx.GraphDef, dict[int, Params]]:
+def next_router(layer: DecoderLayer) -> tuple[nnx.GraphDef, dict[Any, Any]]:
     """Norm and router of a MoE layer, split: what `layer_step` needs to look ahead to it."""
     definition, state = nnx.split((layer.mlp_norm, layer.router))
     return definition, nnx.to_pure_dict(state)
@@ -93,7 +93,7 @@ def _attend_and_route(
     definition: nnx.GraphDef,
     ahead: nnx.GraphDef | None,
     params: Params,
-    ahead_params: dict[int, Params] | None,
+    ahead_params: dict[Any, Any] | None,
     x: Float[Array, "R D"],
     cache: Cache,
     start: Int[Array, ""],

@@ -5,11 +5,14 @@ offloaded, checks that every mode emitted the autoregressive tokens, prints the 
 DraftExpert (arXiv 2607.24434) as measured here, and saves them with plots under --out.
 """
 
+import contextlib
+import io
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import dejax
 from dejax.ckpt.draft_state import check_draft_folder, save_draft
 from dejax.errors import FailedError, UsageError
 from dejax.sharding import make_mesh
@@ -17,6 +20,7 @@ from dejax.target import Target, load_target, model_folder
 from dejax.target import load_config as load_model_config
 from infer.arguments import Model, OutputFile, OutputFolder, parse
 from infer.console import say
+from infer.html_page import write_page
 from infer.output import check_output_folder, make_folder, report, write_json
 from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length
 from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
@@ -131,7 +135,7 @@ OUTLINE = (
 )
 TINY_TAKES = {
     False: "; five to six minutes on two cores",
-    True: "; an hour or more on two cores, half of it for fifteen distillations",
+    True: "; about an hour on two cores, half of it for fifteen distillations",
 }
 """What is known of the embedded target's time, by `--full`."""
 
@@ -181,6 +185,11 @@ def main(argv: list[str]) -> int:
         print_summary(rows, resident, seconds=seconds, paths=paths)
 
     write_json(args.out / "demo.json", result)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        show()
+    about = f"dejax {dejax.__version__}, target {target.name}; {rows[0]['options']['link']}."
+    write_page(args.out / "demo.html", "dejax demo", about, printed.getvalue(), paths)
     report(args.json, result, show)
     bad = [row for row in rows if any(d["float64_verdict"] == "real" for d in row["divergences"])]
     if bad:

@@ -52,6 +52,9 @@ def test_demo_end_to_end(monkeypatch, tmp_path, capsys):
     assert "simulated link" in shown.out
     for name in ("speed", "acceptance", "unique_experts", "losses"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+    page = (tmp_path / "out" / "demo.html").read_text()
+    assert page.count("data:image/png;base64,") == 4 and "Verification" in page
+    assert "://" not in page  # nothing is fetched
     assert (tmp_path / "out" / "draft" / "adapter.safetensors").is_file()
 
 
