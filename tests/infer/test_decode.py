@@ -16,8 +16,9 @@ import pytest
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
-from infer.decode import DecodeOptions, DraftStep, PathDrafter, decode, make_drafter
+from infer.decode import DecodeOptions, decode, make_drafter
 from infer.decoder import Decoder
+from infer.drafters import DraftStep, PathDrafter
 from infer.engine import ROW_BUCKETS
 from tests.infer.random_target import (
     CONTEXT,
