@@ -12,21 +12,24 @@ autoregressive (AR) steps; above 1 speculation pays. It goes by phases:
              After a rest speculation must pay by a margin (hysteresis).
 
 Why the loss is bounded. Call s / t_AR - n the excess of a speculative round of s seconds and n
-tokens: the AR steps that it lost, or gained if negative. The governor keeps a credit of at most C
-AR steps (`credit`). Every token adds `rate`, every speculative round takes its excess, and a round
-may speculate only while there is credit. So over any N tokens in a row, however times and
-acceptance change, the excess is at most
+tokens: the AR steps that it lost, or gained if negative. The governor keeps a credit, C AR steps at
+most when a sequence begins. Every token adds `rate` to it, every speculative round takes its
+excess, and a round may speculate only while there is credit. So over N tokens of a sequence from
+its beginning, however times and acceptance change, the excess is at most
 
     C + E + rate * N,
 
 E being the excess of one round, the one that used up the credit. Plain rounds have none. With C = 6
-and rate = 0.02, and rounds of at most 6 AR steps (E = 5), that is 11 + 0.02 N: below 5.26 % of N,
-hence a speed of at least 0.95 of AR, for N of 340 and more. The credit is not renewed with a
-prompt: later prompts lose 2 % at most and what was gained since, whatever their length. The bound
-is in AR steps as last measured: what t_AR drifts by between measurements comes on top.
+and rate = 0.015, and rounds of at most 6 AR steps (E = 5), that is 11 + 0.015 N: below 5.26 % of N,
+hence a speed of at least 0.95 of AR, for N of 293 and more. The credit is not renewed with a
+sequence: one that finds it used up loses `rate` and E at most, whatever its length. What a sequence
+has gained it may lose again (up to `bank`), so that bad luck does not end what pays. The bound is in
+AR steps as last measured, and where these are unequal in steps of their mean less its standard
+error; what t_AR drifts by between measurements comes on top.
 
 Why little is lost where speculation pays. A set phase of 48 rounds follows 2 plain ones: at n
-tokens a round and utility u they cost 2 (u - 1) of 48 n + 2 u tokens, under 4 % for u <= n <= 9.
+tokens a round and utility u these take 2 (u - 1) / (48 n + 2 u) of the time, under 4 % for
+u <= n <= 9.
 
 There is no clock here: seconds are given.
 """
@@ -44,7 +47,8 @@ class GovernorConfig:
     """The lengths of the phases; see the module.
 
     Attributes:
-      credit: AR steps that may be lost before speculation must have paid (C).
+      credit: AR steps that a sequence may lose before speculation must have paid (C).
+      bank: credit that is held at most, with what the sequence has gained.
       rate: credit that every token adds, the share of AR's time that may be lost for ever.
       retry_credit: credit below which a test is not worth starting: a round could use it up.
       first_measure, measure: plain rounds before the first test, and before every later phase.
@@ -54,9 +58,10 @@ class GovernorConfig:
     """
 
     credit: float = 6.0
-    rate: float = 0.02
+    bank: float = 32.0
+    rate: float = 0.015
     retry_credit: float = 2.0
-    first_measure: int = 3
+    first_measure: int = 6
     measure: int = 2
     test: int = 6
     set: int = 48
@@ -104,7 +109,7 @@ class Governor:
         self.config = GovernorConfig() if config is None else config
         self.on_decision = on_decision
         self._credit = self.config.credit
-        self._plain: collections.deque[float] = collections.deque(maxlen=5)
+        self._plain: collections.deque[float] = collections.deque(maxlen=8)
         self._phase: Literal["test", "set", "rest"] = "test"
         self._measure_left = self.config.first_measure
         self._rounds = self._tokens = 0  # of the speculative rounds of this phase
@@ -118,6 +123,10 @@ class Governor:
         """Whether the next round may draft."""
         return self._phase != "rest" and self._measure_left <= 0
 
+    def begin(self) -> None:
+        """A new sequence: what the last one gained is not there to be lost."""
+        self._credit = min(self._credit, self.config.credit)
+
     def observe(self, *, tokens: int, seconds: float, speculative: bool) -> None:
         """Takes in a round.
 
@@ -126,20 +135,27 @@ class Governor:
           seconds: of the whole round.
           speculative: whether it drafted. One that might have and had nothing to draft is plain.
         """
-        self._credit += self.config.rate * tokens
-        if speculative and self._plain:
-            self._speculated(tokens, seconds / max(statistics.median(self._plain), 1e-12))
-        elif not speculative:
-            self._plain.append(seconds)
-            self._measure_left -= 1
-        self._credit = min(self._credit, self.config.credit)
+        config = self.config
+        self._credit = min(self._credit + config.rate * tokens, config.bank)
+        if speculative:
+            if self._plain:
+                self._speculated(tokens, seconds)
+            return
+        self._plain.append(seconds)
+        self._measure_left -= 1
         if self._phase == "rest":
             self._rest_left -= tokens
-            if self._rest_left <= 0 and self._credit >= self.config.retry_credit:
+            if self._rest_left <= 0 and self._credit >= config.retry_credit:
                 self._begin("test", measure=0)
 
-    def _speculated(self, tokens: int, steps: float) -> None:
-        self._credit -= steps - tokens
+    def _speculated(self, tokens: int, seconds: float) -> None:
+        steps = seconds / max(statistics.median(self._plain), 1e-12)
+        # Few and unequal measurements may well be too long: the credit goes by less.
+        count, mean = len(self._plain), sum(self._plain) / len(self._plain)
+        squares = sum((value - mean) ** 2 for value in self._plain)
+        error = math.sqrt(squares / (count * max(1, count - 1)))
+        excess = seconds / max(mean - error, 1e-12) - tokens
+        self._credit = min(self._credit - excess, self.config.bank)
         self._rounds += 1
         self._tokens += tokens
         self._steps += steps
