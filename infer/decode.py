@@ -142,7 +142,7 @@ class _Loop:
         self.picker = TokenPicker(options.sampling, sample=sample, vocab_size=config.vocab_size)
         self.eos_ids = config.eos_ids if options.stop_at_eos else ()
         self.proposer = drafter if not isinstance(drafter, Drafter) else self._phase(drafter)
-        pace.timings.begin()
+        pace.begin()
 
     def _phase(self, drafter: Drafter) -> Proposer:
         """The draft phase of a drafter that answers token by token."""

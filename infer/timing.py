@@ -124,3 +124,9 @@ class Pace:
 
     timings: Timings = field(default_factory=Timings)
     governor: Governor | None = None
+
+    def begin(self) -> None:
+        """A new sequence."""
+        self.timings.begin()
+        if self.governor is not None:
+            self.governor.begin()
