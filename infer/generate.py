@@ -1,7 +1,7 @@
 """`dejax generate MODEL`: decodes prompts, with the routed experts offloaded.
 
-A dense target has none: it is decoded in mode ar, all of it on the device. `generate` is the same
-for programs: prompts in, one `Generation` a prompt out.
+A dense target has none: it is decoded in mode ar or n-gram, all of it on the device. `generate` is
+the same for programs: prompts in, one `Generation` a prompt out.
 """
 
 import sys
@@ -270,7 +270,7 @@ def main(argv: list[str]) -> int:
             mode=args.mode,
             governor=args.governor,
             **args.decoding.given(),
-            on_decision=_say_decision,
+            on_decision=say_decision,
             on_round=_Stream(target, prompts, bar, text=one),
             on_bad=on_bad,
             aside=bar.aside,
@@ -289,7 +289,7 @@ def main(argv: list[str]) -> int:
     return FailedError.exit_status if counted["failed"] else 0
 
 
-def _say_decision(made: Decision) -> None:
+def say_decision(made: Decision) -> None:
     """What was measured, before drafting is first relied on, and whenever it is switched."""
     if made.first:
         say(

@@ -22,9 +22,9 @@ its beginning, however times and acceptance change, the excess is at most
 E being the excess of one round, the one that used up the credit. Plain rounds have none. With C = 6
 and rate = 0.015, and rounds of at most 6 AR steps (E = 5), that is 11 + 0.015 N: below 5.26 % of N,
 hence a speed of at least 0.95 of AR, for N of 293 and more. The credit is not renewed with a
-sequence: one that finds it used up loses `rate` and E at most, whatever its length. What a sequence
-has gained it may lose again (up to `bank`), so that bad luck does not end what pays. The bound is in
-AR steps as last measured, and where these are unequal in steps of their mean less its standard
+sequence: one that finds it used up loses E and `rate` at most, whatever its length. What a sequence
+has gained it may lose again (up to `bank`), so that bad luck does not end what pays. The bound is
+in AR steps as last measured, and where these are unequal in steps of their mean less its standard
 error; what t_AR drifts by between measurements comes on top.
 
 Why little is lost where speculation pays. A set phase of 48 rounds follows 2 plain ones: at n

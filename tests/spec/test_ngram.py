@@ -33,9 +33,7 @@ def test_new_or_too_few_tokens_give_nothing():
 def test_against_the_definition_written_out(tokens, limit, longest):
     expected = []
     for size in range(longest, 0, -1):
-        places = [
-            i for i in range(len(tokens) - size) if tokens[i : i + size] == tokens[-size:]
-        ]
+        places = [i for i in range(len(tokens) - size) if tokens[i : i + size] == tokens[-size:]]
         if places:
             after = places[0] + size
             expected = tokens[after : after + limit]
