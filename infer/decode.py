@@ -16,8 +16,9 @@ from dejax.errors import UsageError
 from dejax.spec.accept import accept, draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.sampling import SamplingConfig, TokenPicker
+from infer.buckets import ROW_BUCKETS
 from infer.drafters import Drafter, DraftPhase, NGramProposer, PathDrafter, Proposal, Proposer
-from infer.engine import ROW_BUCKETS, Engine
+from infer.engine import Engine
 from infer.timing import Pace
 from infer.trace import Round
 

@@ -15,8 +15,8 @@ from dejax.target import Target
 from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
 from infer.engine import Engine
 from infer.link import Link, parse_link
-from infer.prefetch import device_form
 from infer.residency import Residency
+from infer.staging import device_form
 from infer.timing import Pace
 from infer.trace import Round
 from infer.units import format_bytes
@@ -24,15 +24,22 @@ from infer.units import format_bytes
 
 @dataclass(frozen=True)
 class Offload:
-    """Where experts live: bytes of the two caches (None: unlimited), and the link they cross.
+    """Where experts live, and how they get to the device.
 
-    `unpack` is where quantised experts are decoded, as in `Residency`.
+    Attributes:
+      device_cache, host_cache: bytes of the two caches (None: unlimited).
+      link: what experts cross.
+      unpack: where experts become numbers of the compute dtype, as in `Residency`.
+      readers: threads that make transfers.
+      look_ahead: whether target passes ask for what the next layer will probably use.
     """
 
     device_cache: int | None = 0
     host_cache: int | None = None
     link: Link = field(default_factory=lambda: parse_link("real"))
     unpack: Literal["host", "device"] | None = None
+    readers: int = 2
+    look_ahead: bool = False
 
 
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
@@ -118,11 +125,12 @@ class Decoder:
             link=offload.link,
             compute_dtype=dtype,
             unpack=offload.unpack,
+            readers=offload.readers,
             # About what the rows of a draft of six need: more is rarely predicted right.
             prefetch_bytes=4 * config.routes_per_token * size,
         )
         capacity = config.context if capacity is None else min(capacity, config.context)
-        self.engine = Engine(target, self.residency, draft, capacity)
+        self.engine = Engine(target, self.residency, draft, capacity, offload.look_ahead)
         self.offload = offload
         self._warm: set[tuple[int, int | None]] = set()
         self._on_decision = on_decision

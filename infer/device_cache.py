@@ -6,7 +6,7 @@ Who keeps an expert on the device:
 - a round holds what its draft passes acquired (`kind="draft"`) and what was prefetched in it, used
   or not, until `end_round`;
 - what nobody holds belongs to the device cache and may be evicted. Held experts count towards the
-  size of the cache: bytes on the device <= max(device_cache_bytes, bytes held + one transfer).
+  size of the cache: bytes there <= max(device_cache_bytes, bytes held + transfers under way).
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class DeviceCache:
     Attributes:
         slots: every expert that is on the device, queued or under way.
         bytes: of all experts on the device now.
-        peak_bytes: the most so far, with the one under way.
+        peak_bytes: the most so far, with those under way.
         speculative_bytes: of what was prefetched and not asked for yet, arrived or not.
         held_by_pass: by layer, what the target pass acquired.
     """
@@ -38,7 +38,7 @@ class DeviceCache:
         self.bytes = self.peak_bytes = self.speculative_bytes = 0
         self.held_by_pass: dict[int, list[Slot]] = {}
         self._held_by_round: list[Slot] = []
-        self._loading = 0  # bytes of the one under way
+        self._loading = 0  # bytes of those under way
         self._policy = policy
         self._bound = bound
         self._expert_bytes = expert_bytes
@@ -82,13 +82,13 @@ class DeviceCache:
 
     def begin_loading(self) -> None:
         """Makes room for an expert that is now under way."""
-        self._loading = self._expert_bytes
+        self._loading += self._expert_bytes
         self._evict()
         self.peak_bytes = max(self.peak_bytes, self.bytes + self._loading)
 
     def end_loading(self) -> None:
-        """It has arrived, or will not."""
-        self._loading = 0
+        """One has arrived, or will not."""
+        self._loading -= self._expert_bytes
 
     def put(self, slot: Slot, array: Shaped[Array, "..."]) -> None:
         """An expert has arrived."""
@@ -109,6 +109,7 @@ class DeviceCache:
         for slot in slots:
             slot.holds &= ~bit
             if not slot.holds and slot.array is not None:
+                self.settle(slot)
                 self._policy.add(slot.pair)
         self._evict()
 

@@ -1,15 +1,19 @@
 """The host-driven engine: jitted steps over rows, with routed experts that arrive from a residency.
 
-A pass runs layer by layer: attention, router and shared experts on the device
-(`layer_step`), the chosen ids to the host, the residency waits for what is missing, then the
-experts (`add_experts`). Rows and unique experts are padded to a small grid of sizes, so that after
-`warm_up` nothing compiles.
+A pass runs layer by layer: attention and router on the device (`layer_step`), the chosen ids to the
+host, which asks the residency for what is missing; meanwhile the shared experts (`shared_step`),
+then the routed ones (`sum_experts`, `add_experts`). Large experts are computed as they arrive, in
+ascending order, so that after the last one there is only that one to compute. Rows and unique
+experts are padded to a small grid of sizes, so that after `warm_up` nothing compiles.
+
+With `look_ahead`, a target pass also asks for the experts that the next layer's router would choose
+on the residual stream as it is before this layer's experts: a guess, which costs nothing when wrong
+but bytes on the link.
 
 Host/device copies, all explicit: the pass's tokens, positions and mask go in with one `device_put`;
 a layer's expert ids come out, its unique ids go in; the logits come out.
 """
 
-import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from dejax.draft.expert import Draft
@@ -26,27 +31,23 @@ from dejax.model import Params, split_layer, split_outer
 from dejax.nn.attention import Cache
 from dejax.shapes import Pair
 from dejax.target import Target
+from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
+from infer.prefetch import Arrivals
 from infer.residency import Residency
 from infer.steps import (
     add_experts,
     empty_cache,
     layer_step,
+    next_router,
     outer_steps,
+    shared_step,
     sum_experts,
     take_row,
     visible,
 )
 
-PREFILL_ROWS = 128
-ROW_BUCKETS = (1, 2, 3, 5, 9, 17, 33)
-EXPERT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LAYOUT = "gate and up [F, D], down transposed [F, D]"
 """Layout of an expert on the device, named in the stats."""
-
-
-def bucket(count: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds `count`."""
-    return sizes[bisect.bisect_left(sizes, count)]
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Engine:
       residency: where experts are.
       draft: draft experts, or None.
       capacity: committed tokens a sequence may have (prompt and new tokens together).
+      look_ahead: whether target passes ask for what the next layer will probably use.
       clock: waiting times, reset by the caller.
     """
 
@@ -90,13 +92,24 @@ class Engine:
     residency: Residency
     draft: Draft | None
     capacity: int
+    look_ahead: bool = False
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self):
         model, config = self.target.model, self.target.config
-        # One split per layer: the loop passes plain arrays, never walks the module graph.
-        splits = [split_layer(layer) for layer in model.layers]
-        self._layers = [(layer_step(definition), params) for definition, params in splits]
+        # One split per layer: the loop passes plain arrays, never walks the module graph. Steps are
+        # found here, because a definition is slow to hash.
+        self._moe_layers = config.moe_layers
+        self._layers, self._shared, self._ahead = [], {}, {}
+        for index, layer in enumerate(model.layers):
+            definition, params = split_layer(layer)
+            self._layers.append((layer_step(definition), params, None))
+            if layer.router is not None and layer.shared is not None:
+                part, state = nnx.split(layer.shared)
+                self._shared[index] = shared_step(part), nnx.to_pure_dict(state)
+            if self.look_ahead and {index, index + 1} <= set(self._moe_layers):
+                ahead, ahead_params = next_router(model.layers[index + 1])
+                self._ahead[index] = layer_step(definition, ahead), params, ahead_params
         definition, self._outer = split_outer(model)
         self._embed, self._logits = outer_steps(definition)
         self._draft_params = {}
@@ -108,15 +121,12 @@ class Engine:
         self._like = jax.device_put(np.zeros((), self.target.compute_dtype))
         self._visible = visible(config, self._slots)
         self._windowed = [config.is_windowed(index) for index in range(config.num_layers)]
-        self._moe_layers = config.moe_layers
-        most, activation = 1, None
-        if config.experts is not None:
-            most = min(config.experts.num_experts, EXPERT_BUCKETS[-1])
-            activation = config.experts.activation
+        activation = config.experts.activation if config.experts else None
         options: Any = dict(activation=activation, packing=self.residency.packing)
         self._add_experts = partial(add_experts, **options)
         self._sum_experts = partial(sum_experts, **options)
-        self._buckets = (*(b for b in EXPERT_BUCKETS if b < most), most)
+        self._buckets = expert_buckets(config, self.residency.bytes_per_expert)
+        self._pieces = piece_sizes(self._buckets, self.residency.bytes_per_expert)
         self._caches: list[Cache] = []
 
     def begin(self) -> None:
@@ -164,12 +174,14 @@ class Engine:
         moe, prefill = self.target.config.moe, size == PREFILL_ROWS
         # With more experts than a group holds, what is left for the last one may be any number.
         most = min(moe.top_k * size, moe.num_experts)
+        pieces = {piece for piece in self._pieces if piece < most}
         grouped = most > self._buckets[-1]
-        low = 1 if grouped else bucket(moe.top_k, self._buckets)
+        summed = pieces | ({self._buckets[-1]} if grouped else set())
+        low = 1 if summed else bucket(moe.top_k, self._buckets)
         high = bucket(min(most, self._buckets[-1]), self._buckets)
         counts = [b for b in self._buckets if low <= b <= high]
-        for count in self._buckets[-1:] if prefill else counts:
-            self._warm_experts(routed, count, grouped=grouped)
+        for count in {*self._buckets[-1:], *pieces} if prefill else {*counts, *summed}:
+            self._warm_experts(routed, count, summed=count in summed, after=bool(summed))
         if size == 1 and r is not None:
             draft = self._draft_params.get(self._moe_layers[0])
             self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
@@ -182,28 +194,33 @@ class Engine:
         masks = self._visible(start, positions, ancestors)
         routed = ()
         for index in {0, *self._moe_layers[:1]}:
-            step, params = self._layers[index]
-            mask = masks.of_layer(self._windowed[index])
-            out, self._caches[index] = step(params, x, self._caches[index], start, positions, mask)
-            routed = out if index in self._moe_layers else routed
+            kinds = (False, True) if index in self._ahead else (False,)
+            for ahead in kinds:
+                mask = masks.of_layer(self._windowed[index])
+                out = self._layer(index, x, start, positions, mask, ahead=ahead)
+                routed = out if index in self._moe_layers else routed
         return x, routed
 
     def _warm_experts(
-        self, routed: tuple, count: int, *, grouped: bool = False, draft: Params | None = None
+        self,
+        routed: tuple,
+        count: int,
+        *,
+        summed: bool = False,
+        after: bool = False,
+        draft: Params | None = None,
     ) -> None:
-        config = self.target.config
-        zero = np.zeros(config.expert_shape, self._like.dtype)
-        if self.residency.packing is not None:
-            zero = np.zeros(self.residency.bytes_per_expert, np.uint8)
-        zero = jax.device_put(zero)
+        """The steps over `count` experts: the last one of a layer, and those before it."""
+        form = self.residency.form
+        zero = jax.device_put(np.zeros(form.shape, form.dtype))
         ids = jax.device_put(np.full(count, -1, np.int32))
-        self._add_experts(*routed, ids, (zero,) * count, None, draft)
-        if grouped:
-            before = routed[2]  # any array of a sum's shape
-            self._add_experts(*routed, ids, (zero,) * count, before, draft)
-            if count == self._buckets[-1]:
-                self._sum_experts(*routed[2:], ids, (zero,) * count, None)
-                self._sum_experts(*routed[2:], ids, (zero,) * count, before)
+        x, h, chosen, gates, _ = routed
+        always = self._always(self._moe_layers[0], h)
+        experts = (zero,) * count
+        for before in (None, h) if after else (None,):  # any array of a sum's shape
+            self._add_experts(x, always, h, chosen, gates, ids, experts, before, draft)
+            if summed:
+                self._sum_experts(h, chosen, gates, ids, experts, before)
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -238,27 +255,24 @@ class Engine:
         x = self._embed(self._outer, tokens_in, self._like)
         masks = self._visible(start_in, positions, ancestors)
         routed_ids, top_gates, used = {}, [], set()
-        for index, (step, params) in enumerate(self._layers):
+        for index in range(len(self._layers)):
             mask = masks.of_layer(self._windowed[index])
-            out, self._caches[index] = step(
-                params, x, self._caches[index], start_in, positions, mask
-            )
+            out = self._layer(index, x, start_in, positions, mask, ahead=kind == "demand")
             if index not in self._moe_layers:
                 x = out
                 continue
-            x, ids, gates, unique = self._experts(index, out, rows, kind=kind, r=r)
+            top_gates.append(out[3])
+            x, ids, unique = self._experts(index, out, rows, kind=kind, r=r)
             routed_ids[index] = ids
-            top_gates.append(gates)
             used.update((index, e) for e in unique)
-        logits = self._rows_logits(x, rows, rows_wanted)
         shown = range(rows - rows_wanted, rows)
+        logits, gates = self._rows_logits(x, rows, rows_wanted, top_gates)
         routes = tuple(
             frozenset((layer, e) for layer, ids in routed_ids.items() for e in ids[row].tolist())
             for row in shown
         )
-        gates = (
-            np.stack(top_gates, axis=1)[list(shown)] if top_gates else np.zeros((rows_wanted, 0))
-        )
+        first = [layer[list(shown), 0] for layer in gates]
+        gates = np.stack(first, axis=1) if first else np.zeros((rows_wanted, 0))
         return PassResult(logits=logits, routes=routes, gates=gates, used=frozenset(used))
 
     def _inputs(
@@ -278,44 +292,74 @@ class Engine:
         padded[: len(tokens)] = tokens
         return jax.device_put((padded, start + depth, np.int32(start), ancestors))
 
+    def _layer(self, index: int, x: Array, start, positions, mask, *, ahead: bool) -> Any:
+        """One `layer_step`; of a dense layer the residual stream, else what is to be routed."""
+        known = self._ahead if ahead and index in self._ahead else self._layers
+        step, params, ahead_params = known[index]
+        cache = self._caches[index]
+        out, self._caches[index] = step(params, ahead_params, x, cache, start, positions, mask)
+        return out
+
+    def _always(self, layer: int, h: Array) -> Array | None:
+        """What the shared experts give, None where there are none."""
+        if layer not in self._shared:
+            return None
+        step, params = self._shared[layer]
+        return step(params, h)
+
     def _experts(self, layer: int, routed: tuple, rows: int, *, kind: Any, r: int | None):
-        """Acquires a layer's experts and adds them: new residual stream, ids, top gates, unique."""
-        x, always, h, ids, gates = routed
+        """Acquires a layer's experts and adds them: new residual stream, ids, unique ids."""
+        x, h, ids, gates, guess = routed
+        always = self._always(layer, h)  # on its way while the ids come
         began = time.perf_counter()
-        ids_host, gates_host = jax.device_get((ids, gates))
+        ids_host, guess_host = jax.device_get((ids, guess))
         self.clock.device += time.perf_counter() - began
         ids_host = ids_host[:rows]
         unique = np.unique(ids_host if r is None else ids_host[:, :r]).tolist()
+        arrivals = self.residency.request(layer, unique, kind=kind)
+        if guess_host is not None:
+            found = np.unique(guess_host[:rows]).tolist()
+            self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
         draft = self._draft_params.get(layer) if kind == "draft" else None
-        group, before, first = self._buckets[-1], None, 0
-        while len(unique) - first > group:
-            part = self._acquire(layer, unique[first : first + group], kind, group)
-            before = self._sum_experts(h, ids, gates, *part, before)
-            first += group
         # A prefill block may use any number of experts: one size keeps it to one compilation.
-        rest = len(unique) - first
-        size = group if h.shape[0] == PREFILL_ROWS else bucket(rest, self._buckets)
-        acquired = self._acquire(layer, unique[first:], kind, size)
-        x = self._add_experts(x, always, h, ids, gates, *acquired, before, draft)
+        group, prefill = self._buckets[-1], h.shape[0] == PREFILL_ROWS
+        before, first = None, 0
+        while (count := self._piece(arrivals)) < len(arrivals):
+            part = self._take(arrivals, unique[first : first + count], count)
+            before = self._sum_experts(h, ids, gates, *part, before)
+            first += count
+        size = group if prefill else bucket(count, self._buckets)
+        last = self._take(arrivals, unique[first:], size)
+        x = self._add_experts(x, always, h, ids, gates, *last, before, draft)
         if kind == "demand":
             self.residency.release(layer)
-        return x, ids_host, gates_host[:rows, 0], unique
+        return x, ids_host, unique
 
-    def _acquire(self, layer: int, unique: list[int], kind: Any, size: int):
+    def _piece(self, arrivals: Arrivals) -> int:
+        """How many of the experts that are left go into the next step."""
+        left, most = len(arrivals), self._buckets[-1]
+        at_hand = arrivals.at_hand() if self._pieces else left
+        if at_hand == left or left <= min(self._pieces):
+            return min(left, most)
+        return next((p for p in reversed(self._pieces) if p <= at_hand), min(self._pieces))
+
+    def _take(self, arrivals: Arrivals, unique: list[int], size: int):
         """Unique ids (padded with -1) on the device, and the experts (padded with the last one)."""
         began = time.perf_counter()
-        experts = self.residency.acquire(layer, unique, kind=kind)
+        experts = arrivals.take(len(unique))
         self.clock.loads += time.perf_counter() - began
         padding = size - len(unique)
         unique_ids = jax.device_put(np.array(unique + [-1] * padding, np.int32))
         return unique_ids, (*experts, *experts[-1:] * padding)
 
-    def _rows_logits(self, x: Array, rows: int, wanted: int) -> Float[np.ndarray, "R V"]:
-        """Logits of the last `wanted` rows, on the host."""
+    def _rows_logits(
+        self, x: Array, rows: int, wanted: int, more: Any = ()
+    ) -> tuple[Float[np.ndarray, "R V"], Any]:
+        """Logits of the last `wanted` rows, on the host, and `more` arrays."""
         if wanted == 1 < x.shape[0]:  # a prefill block, however many of its rows are in use
             x = take_row(x, jax.device_put(np.int32(rows - 1)))
         logits = self._logits(self._outer, x)
         began = time.perf_counter()
-        host = jax.device_get(logits)
+        host, more = jax.device_get((logits, more))
         self.clock.device += time.perf_counter() - began
-        return host[:wanted]
+        return host[:wanted], more

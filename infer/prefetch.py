@@ -1,4 +1,4 @@
-"""What the transfer thread of `infer.residency` works with: slots, their order, and the loading.
+"""What the transfer threads of `infer.residency` work with: slots, their order, and who goes.
 
 One link, one queue. A demand load (the target pass waits for it) goes ahead of a draft load (a
 draft pass waits for it), and both ahead of prefetches, which go by layer, because that is the order
@@ -7,7 +7,6 @@ locks: the residency calls it under its own lock.
 """
 
 import collections
-import contextlib
 import dataclasses
 import heapq
 import math
@@ -16,13 +15,8 @@ from collections.abc import Iterator
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
-import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
-from dejax.ckpt import expert_codec
-from dejax.ckpt.expert_codec import Packing
-from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
 from dejax.shapes import Pair
 
@@ -102,6 +96,42 @@ class Slot:
         """The expert will not come; wakes whoever waits for it."""
         self.error = error
         self.done.set()
+
+
+class Arrivals:
+    """Experts that were asked for, in their order, as they come in."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+        self._next = 0
+
+    def __len__(self) -> int:
+        """How many have not been taken."""
+        return len(self._slots) - self._next
+
+    def at_hand(self) -> int:
+        """How many of the next ones have arrived, in a row."""
+        waiting = (i for i, s in enumerate(self._slots[self._next :]) if not s.done.is_set())
+        return next(waiting, len(self))
+
+    def take(self, count: int) -> list[Shaped[jax.Array, "..."]]:
+        """The next `count` of them; waits for those that have not arrived.
+
+        Each is [3, F, D] in the compute dtype, or bytes [N] to decode with `Residency.packing`.
+
+        Raises:
+            FailedError: one of them cannot be read (names layer, expert and file), or the
+                residency was closed.
+        """
+        arrays = []
+        for slot in self._slots[self._next : self._next + count]:
+            slot.done.wait()
+            if slot.error is not None:
+                raise slot.error
+            assert slot.array is not None
+            arrays.append(slot.array)
+        self._next += count
+        return arrays
 
 
 class TransferQueue:
@@ -196,139 +226,3 @@ class LRU:
         if pair is not None:
             del self._pairs[pair]
         return pair
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceForm:
-    """How an expert lies on the device.
-
-    Attributes:
-        packing: of its bytes, as it is stored; None if it is numbers of the compute dtype.
-        bytes: of one expert.
-    """
-
-    packing: Packing | None
-    bytes: int
-
-
-def device_form(
-    store: ExpertStore, compute_dtype: DTypeLike, unpack: Literal["host", "device"] | None
-) -> DeviceForm:
-    """The form in which experts of a store lie on the device.
-
-    Args:
-        unpack: where quantised experts are decoded: on the host, which is faster where host and
-            device are one, or in the device's own steps, so that their bytes are moved and kept as
-            they are stored; None chooses by the backend.
-    """
-    if unpack is None:
-        unpack = "host" if jax.default_backend() == "cpu" else "device"
-    if unpack == "device" and store.encoding not in expert_codec.PLAIN:
-        return DeviceForm(Packing(store.encoding, store.shape), store.bytes_per_expert)
-    return DeviceForm(None, math.prod(store.shape) * np.dtype(compute_dtype).itemsize)
-
-
-class Stager:
-    """Takes an expert from store to host cache to device; used by the transfer thread alone.
-
-    Attributes:
-        host_bytes: bytes in the host cache, as stored; never above the bound.
-        retried_reads: reads of the store that failed and were tried again.
-    """
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        policy: Policy,
-        *,
-        host_cache_bytes: int | None,
-        compute_dtype: np.dtype,
-        packed: bool,
-        retries: int,
-        device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
-    ) -> None:
-        """`packed` leaves quantised records as they are; who computes with them decodes them."""
-        self.host_bytes = 0
-        self.retried_reads = 0
-        self._store = store
-        self._host_bound = math.inf if host_cache_bytes is None else host_cache_bytes
-        self._host: dict[Pair, np.ndarray] = {}
-        self._policy = policy
-        self._compute_dtype = compute_dtype
-        self._packed = packed
-        self._retries = retries
-        self._device = device
-        # JAX's contexts are per thread: what holds where the residency is made is taken along.
-        self._default_device = jax.config.jax_default_device  # pyright: ignore
-
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """What the transfer thread runs in; without it float64 would silently become float32."""
-        with (
-            jax.enable_x64(self._compute_dtype.itemsize == 8),
-            jax.default_device(self._default_device),
-        ):
-            yield
-
-    def load(self, pair: Pair) -> tuple[Shaped[jax.Array, "..."], bool]:
-        """Returns an expert, arrived on the device, and whether it had to come from the store.
-
-        Raises:
-            FailedError: it could not be read or placed; names layer, expert and file.
-        """
-        record = self._host.get(pair)
-        from_store = record is None
-        if record is None:
-            record = self._read(pair)
-            self._keep(pair, record)
-        else:
-            self._policy.remove(pair)
-            self._policy.add(pair)
-        try:
-            return self._place(record), from_store
-        except Exception as error:  # whatever the backend raises, out of memory above all
-            file = self._store.locate(*pair)
-            raise ExpertReadError(*pair, file, f"not placed on the device: {error}") from error
-
-    def _read(self, pair: Pair) -> Shaped[np.ndarray, "..."]:
-        attempt = 1
-        while True:
-            try:
-                return self._store.read(*pair)
-            except Exception as error:  # a storage driver may raise anything
-                if attempt > self._retries:
-                    reason = error.reason if isinstance(error, ExpertReadError) else repr(error)
-                    reason = f"{reason} ({attempt} attempts)"
-                    raise ExpertReadError(*pair, self._store.locate(*pair), reason) from error
-                self.retried_reads += 1
-                attempt += 1
-
-    def _keep(self, pair: Pair, record: Shaped[np.ndarray, "..."]) -> None:
-        if record.nbytes > self._host_bound:
-            return
-        while self.host_bytes + record.nbytes > self._host_bound:
-            victim = self._policy.pop()
-            assert victim is not None, "a full host cache has something to evict"
-            self.host_bytes -= self._host.pop(victim).nbytes
-        self._host[pair] = record
-        self.host_bytes += record.nbytes
-        self._policy.add(pair)
-
-    def _place(self, record: Shaped[np.ndarray, "..."]) -> Shaped[jax.Array, "..."]:
-        staged = record if self._packed else self._store.decode(record)
-        wanted = np.dtype(np.uint8) if self._packed else self._compute_dtype
-        if staged.dtype != wanted or not staged.flags.c_contiguous:
-            # A new buffer every time, never written again: on CPU `device_put` aliases aligned
-            # memory, which also saves the copy.
-            numbers, staged = staged, _aligned_empty(staged.shape, wanted)
-            np.copyto(staged, numbers, casting="unsafe")
-        array = jax.device_put(staged, self._device).block_until_ready()
-        assert array.dtype == wanted, (array.dtype, wanted)
-        return array
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype, *, alignment: int = 64) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    block = np.empty(size + alignment, np.uint8)
-    offset = -block.ctypes.data % alignment
-    return block[offset : offset + size].view(dtype).reshape(shape)

@@ -3,10 +3,10 @@
     store (every expert) -> host cache (bounded, as stored) -> device cache (bounded, compute dtype)
 
 The decode loop asks for the experts of a layer with `acquire`, says with `prefetch` what a
-verification will probably want, and opens and closes passes and rounds. One thread makes all
-transfers. Whatever the sizes, the policy and the timing, `acquire` hands out the same weights
-(DraftExpert, arXiv 2607.24434: prefetching and offloaded execution; its setting without a
-persistent expert cache is `device_cache_bytes=0`).
+verification will probably want, and opens and closes passes and rounds. A few threads make all
+transfers, so that one expert is read while another is cast. Whatever the sizes, the policy and the
+timing, `acquire` hands out the same weights (DraftExpert, arXiv 2607.24434: prefetching and
+offloaded execution; its setting without a persistent expert cache is `device_cache_bytes=0`).
 
 `infer.device_cache` tells who keeps an expert on the device, and how much lies there.
 
@@ -14,7 +14,7 @@ Sizes on the device are in the bytes that experts take there: as stored if they 
 the compute dtype, so that with bfloat16 records that are computed in float32 an expert takes twice
 the bytes in the device cache that it takes in the host cache.
 
-Host/device copies: one explicit `jax.device_put` a transfer, in the transfer thread; none back.
+Host/device copies: one explicit `jax.device_put` a transfer, in a transfer thread; none back.
 """
 
 import math
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
@@ -36,15 +35,15 @@ from infer.device_cache import PASS, ROUND, DeviceCache
 from infer.link import Link, Pacer
 from infer.prefetch import (
     LRU,
+    Arrivals,
     Kind,
     LoadEvent,
     PassKind,
     Policy,
     Slot,
-    Stager,
     TransferQueue,
-    device_form,
 )
+from infer.staging import Stager, device_form
 
 _HOLD_OF = {"demand": PASS, "draft": ROUND}
 
@@ -55,6 +54,7 @@ class Residency:
     Attributes:
         packing: how experts are packed on the device, None if they are in the compute dtype.
         bytes_per_expert: bytes of one expert on the device.
+        form: how one lies there.
         prefetch_failures: prefetches that could not be read; the pass then loads on demand.
         stager: counts the bytes in the host cache, and the reads that were retried.
     """
@@ -69,22 +69,24 @@ class Residency:
         compute_dtype: DTypeLike,
         prefetch_bytes: int,
         unpack: Literal["host", "device"] | None = None,
+        readers: int = 1,
         retries: int = 2,
         device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
         policy: Callable[[], Policy] = LRU,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Starts the transfer thread.
+        """Starts the transfer threads.
 
         Args:
             store: an open expert store.
             device_cache_bytes, host_cache_bytes: bounds of the caches; None keeps everything.
                 (To a store in memory a host cache adds a second copy.)
             compute_dtype: experts are cast to it on the host, before the transfer.
-            unpack: where quantised experts are decoded, as in `device_form`.
+            unpack: where experts become numbers of the compute dtype, as in `device_form`.
             prefetch_bytes: most bytes (on the device) of experts that are queued, under way or
                 arrived by prefetch in this round and not asked for yet; 0 prefetches nothing.
+            readers: threads that make transfers.
             retries: how often a failed read is tried again.
             device: where experts go; None means JAX's default device, uncommitted.
             policy: makes the eviction policy of each of the two caches.
@@ -92,20 +94,25 @@ class Residency:
         Raises UsageError for a negative number.
         """
         sizes = (device_cache_bytes or 0, host_cache_bytes or 0, prefetch_bytes)
-        if min(sizes) < 0 or retries < 0:
-            raise UsageError(f"residency: bytes {sizes}, retries {retries}; expected >= 0")
-        form = device_form(store, compute_dtype, unpack)
+        if min(sizes) < 0 or retries < 0 or readers < 1:
+            raise UsageError(
+                f"residency: bytes {sizes}, retries {retries}, readers {readers}; expected >= 0, "
+                "and at least one reader"
+            )
+        self.form = form = device_form(store, compute_dtype, unpack)
         self.packing, self.bytes_per_expert = form.packing, form.bytes
         self.prefetch_failures = 0
         self.stager = Stager(
             store,
             policy(),
+            form,
             host_cache_bytes=host_cache_bytes,
-            compute_dtype=np.dtype(compute_dtype),
-            packed=form.packing is not None,
             retries=retries,
+            cold=link.cold,
             device=device,
         )
+        if link.cold:
+            self.stager.forget_all()
         self._pairs = frozenset(store.pairs)
         self._record_bytes = store.bytes_per_expert
         bound = math.inf if device_cache_bytes is None else device_cache_bytes
@@ -119,24 +126,34 @@ class Residency:
         self._broken: FailedError | None = None
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._run, name="dejax-transfer", daemon=True)
-        self._thread.start()
+        self._booking, self._booked = threading.Condition(self._lock), 0
+        self._threads = [
+            threading.Thread(target=self._run, name="dejax-transfer", daemon=True)
+            for _ in range(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def acquire(
         self, layer: int, ids: Sequence[int], *, kind: PassKind
     ) -> list[Shaped[jax.Array, "..."]]:
         """Returns experts `ids` of `layer`, in that order; waits for those not on the device.
 
-        Each is [3, F, D] in the compute dtype, or bytes [N] to decode with `packing`.
+        Raises:
+            UsageError, FailedError: as `request` and `Arrivals.take`.
+        """
+        return self.request(layer, ids, kind=kind).take(len(ids))
+
+    def request(self, layer: int, ids: Sequence[int], *, kind: PassKind) -> Arrivals:
+        """Asks for experts `ids` of `layer`, in that order; returns at once.
 
         `kind` says whose pass asks: the target's (`demand`) or the drafter's (`draft`).
 
         Raises:
             UsageError: no such expert.
-            FailedError: one of them cannot be read (names layer, expert and file), or the
-                residency is closed.
+            FailedError: the residency is closed.
         """
-        hold, slots, missing = _HOLD_OF[kind], [], []
+        hold, slots = _HOLD_OF[kind], []
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -144,22 +161,18 @@ class Residency:
                 slot = self._cache.slots.get((layer, expert))
                 if slot is None or slot.array is None:
                     slot = self._want((int(layer), int(expert)), kind)
-                    missing.append(slot)
                 self._cache.hold(slot, hold)
                 self._cache.settle(slot)
                 slots.append(slot)
-        for slot in missing:
-            slot.done.wait()
-            if slot.error is not None:
-                raise slot.error
-        return [slot.array for slot in slots]
+        return Arrivals(slots)
 
-    def prefetch(self, pairs: Iterable[Pair]) -> None:
+    def prefetch(self, pairs: Iterable[Pair], *, ahead: bool = False) -> None:
         """Asks for experts that are probably needed in this round; returns at once.
 
-        Lower layers come first. What is on the device or on its way is only kept until the round
-        ends; what does not fit into `prefetch_bytes` is left out. A prefetch that fails is silent:
-        the expert is loaded on demand.
+        Lower layers come first. What is on the device or on its way is only kept: until the round
+        ends or, with `ahead`, until the pass releases its layer. What does not fit into
+        `prefetch_bytes` is left out. A prefetch that fails is silent: the expert is loaded on
+        demand.
 
         Raises:
             UsageError: no such expert.
@@ -176,7 +189,7 @@ class Residency:
                         continue
                     slot = self._enqueue((int(pair[0]), int(pair[1])), "prefetch")
                     self._cache.speculate(slot)
-                self._cache.hold(slot, ROUND)
+                self._cache.hold(slot, PASS if ahead else ROUND)
 
     def release(self, layer: int) -> None:
         """The target pass is done with `layer`: it lets go of what it acquired there.
@@ -215,9 +228,11 @@ class Residency:
         """Ends the thread and drops every expert; whoever waits in `acquire` gets an error."""
         with self._lock:
             self._break(FailedError("the residency is closed"))
-            self._work.notify()
-        self._thread.join()
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
         self._cache.clear()
+        self.stager.close()
 
     def __enter__(self) -> "Residency":
         return self
@@ -232,7 +247,7 @@ class Residency:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most so far, with the one under way."""
+        """The most so far, with those under way."""
         return self._cache.peak_bytes
 
     def is_available(self, pair: Pair) -> bool:
@@ -289,6 +304,7 @@ class Residency:
     def _break(self, error: FailedError) -> None:
         """Nothing will be loaded any more; nobody may be left waiting."""
         self._broken = self._broken or error
+        self._booking.notify_all()
         for slot in list(self._cache.slots.values()):
             if not slot.done.is_set():
                 slot.fail(error)
@@ -319,8 +335,8 @@ class Residency:
         except FailedError as error:
             self._failed(slot, error)
         else:
-            start, end = self._pacer.finish(self._record_bytes, requested=slot.requested)
-            self._arrived(slot, array, start, end, from_store)
+            booking = self._pacer.finish(self._record_bytes, requested=slot.requested)
+            self._arrived(slot, array, booking, from_store)
         return True
 
     def _next(self) -> Slot | None:
@@ -336,9 +352,14 @@ class Residency:
         return None
 
     def _arrived(
-        self, slot: Slot, array: jax.Array, start: float, end: float, from_store: bool
+        self, slot: Slot, array: jax.Array, booking: tuple[float, float, int], from_store: bool
     ) -> None:
+        start, end, number = booking
         with self._lock:
+            # In the order in which they had the link, whichever thread comes here first.
+            self._booking.wait_for(lambda: self._booked == number - 1 or self._broken)
+            self._booked = number
+            self._booking.notify_all()
             self._cache.end_loading()
             if self._broken is not None:
                 return

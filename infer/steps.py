@@ -17,6 +17,7 @@ from dejax.ckpt.expert_codec import Packing, unpack
 from dejax.config import ClampedSwiGLU, GQAConfig, MLAConfig, ModelConfig
 from dejax.draft.expert import draft_output
 from dejax.model import (
+    DecoderLayer,
     Masks,
     Params,
     attend_cached,
@@ -49,9 +50,24 @@ def outer_steps(definition: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[
 
 
 @cache
-def layer_step(definition: nnx.GraphDef) -> Callable[..., Any]:
+def layer_step(definition: nnx.GraphDef, ahead: nnx.GraphDef | None = None) -> Callable[..., Any]:
     """Jitted `_attend_and_route` of layers with this definition; the cache is donated."""
-    return jax.jit(partial(_attend_and_route, definition), donate_argnums=2)
+    return jax.jit(partial(_attend_and_route, definition, ahead), donate_argnums=3)
+
+
+@cache
+def shared_step(definition: nnx.GraphDef) -> Callable[..., Any]:
+    """Jitted (params, h [R, D]) -> the output of shared experts with this definition, [R, D].
+
+    A step of its own, so that it is computed while the routed experts come.
+    """
+    return jax.jit(lambda params, h: nnx.merge(definition, params)(h))
+
+
+def next_router(layer: DecoderLayer) -> tuple[nnx.GraphDef, Params]:
+    """Norm and router of a MoE layer, split: what `layer_step` needs to look ahead to it."""
+    definition, state = nnx.split((layer.mlp_norm, layer.router))
+    return definition, nnx.to_pure_dict(state)
 
 
 @cache
@@ -75,20 +91,30 @@ def visible(config: ModelConfig, slots: int) -> Callable[..., Masks]:
 
 def _attend_and_route(
     definition: nnx.GraphDef,
+    ahead: nnx.GraphDef | None,
     params: Params,
+    ahead_params: Params | None,
     x: Float[Array, "R D"],
     cache: Cache,
     start: Int[Array, ""],
     positions: Int[Array, " R"],
     mask: Bool[Array, "R S"],
 ):
-    """Attention, then feed-forward (dense layer) or router and shared experts (MoE layer)."""
+    """Attention, then feed-forward (dense layer) or router (MoE layer).
+
+    Of a MoE layer: residual stream, normed input of its experts, their ids and gates, and the ids
+    that the next layer's router would choose now (None without `ahead`); then the cache.
+    """
     layer = nnx.merge(definition, params)
     x, cache = attend_cached(layer, x, cache, start=start, positions=positions, mask=mask)
-    h, routing, always = route(layer, x)
+    h, routing, always = route(layer, x)  # what shared experts give is left to `shared_step`
     if routing is None:
         return combine(x, always), cache
-    return (x, always, h, routing.ids, routing.gates), cache
+    guess = None
+    if ahead is not None:
+        norm, router = nnx.merge(ahead, ahead_params)
+        guess = router(norm(x)).ids
+    return (x, h, routing.ids, routing.gates, guess), cache
 
 
 def _numbers(experts: tuple[Array, ...], packing: Packing | None, dtype: Any) -> tuple[Array, ...]:
@@ -119,7 +145,7 @@ def sum_experts(
 @partial(jax.jit, static_argnames=("activation", "packing"))
 def add_experts(
     x: Float[Array, "R D"],
-    always: Float[Array, "R D"],
+    always: Float[Array, "R D"] | None,
     h: Float[Array, "R D"],
     ids: Int[Array, "R K"],
     gates: Float[Array, "R K"],
@@ -131,13 +157,16 @@ def add_experts(
     activation: ClampedSwiGLU | None,
     packing: Packing | None,
 ) -> Float[Array, "R D"]:
-    """Residual stream after the routed experts and, on the draft path, the draft expert."""
+    """Residual stream after the routed experts and, on the draft path, the draft expert.
+
+    `always` is what the shared experts give, None where there are none.
+    """
     weights = unique_weights(ids, gates, unique_ids)
     numbers = _numbers(experts, packing, h.dtype)
     routed = experts_of_rows(h, weights, numbers, before=before, activation=activation)
     if draft is not None:
         routed = routed + draft_output(draft, h)
-    return combine(x, always, routed)
+    return combine(x, routed) if always is None else combine(x, always, routed)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

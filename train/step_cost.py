@@ -33,6 +33,7 @@ from dejax.target import load_config, model_folder
 from infer.arguments import Model, OutputFile, PositiveInt, parse
 from infer.console import print_table, progress, say
 from infer.output import report
+from infer.units import format_percent
 from train.devices import use_cpu_devices
 from train.distill_config import DistillConfig, check_rows, draft_config
 from train.distill_plan import abstract_batch, abstract_step
@@ -42,6 +43,7 @@ from train.gradient_step import DistillState, make_step
 from train.losses import most_likely
 from train.optimizer import make_optimizer
 from train.stacked import forward
+from train.step_profile import profile
 from train.teacher import abstract_target
 
 SHAPE = Path(dejax.__file__).parent / "assets" / "shapes" / "deepseek_v2_lite"
@@ -72,6 +74,8 @@ class Arguments:
     """Times that each is measured, in turns."""
     cpu_devices: PositiveInt = 1
     """Where there is no accelerator, show the CPU as so many devices."""
+    profile: bool = False
+    """Also tell where the step's time goes, by kind of operation, from JAX's profiler."""
     json: OutputFile | None = None
     """Write the results here as JSON; - is standard output."""
 
@@ -205,8 +209,13 @@ def compile_seconds(model: ModelConfig, config: DistillConfig, mesh: Any) -> dic
     }
 
 
-def step_cost(model: ModelConfig, config: DistillConfig, *, repeats: int) -> dict[str, Any]:
-    """Seconds of the parts of a step (medians), the step's ratio to the target's, and its floor."""
+def step_cost(
+    model: ModelConfig, config: DistillConfig, *, repeats: int, profiled: bool = False
+) -> dict[str, Any]:
+    """Seconds of the parts of a step (medians), the step's ratio to the target's, and its floor.
+
+    With `profiled`, also where its time goes (`train.step_profile`).
+    """
     mesh = make_mesh(config.mesh)
     draft = draft_config(config, model)
     definition, params = random_target(model, config.dtype, mesh)
@@ -219,7 +228,12 @@ def step_cost(model: ModelConfig, config: DistillConfig, *, repeats: int) -> dic
     step = make_step(optimizer, definition=definition, remat=config.remat, **options)
     with jax.set_mesh(mesh):
         batch = jax.device_put(random_rows(model, config), row_sharding(mesh))
-        seconds = measure(_parts(definition, params, state, batch, step, options), repeats)
+        parts = _parts(definition, params, state, batch, step, options)
+        seconds = measure(parts, repeats)
+        kinds = None
+        if profiled:
+            text = step.lower(params, state, batch, np.ones(4, np.float32)).compile().as_text()
+            kinds = profile(parts["step"], text)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     flops, tokens = step_flops(model, draft, config.seq_len), config.batch_size * config.seq_len
     ratio, floor = medians["step"] / medians["target"], flops.total / flops.target
@@ -229,6 +243,7 @@ def step_cost(model: ModelConfig, config: DistillConfig, *, repeats: int) -> dic
         "ratio": ratio,
         "floor": floor,
         "ratio_to_floor": ratio / floor,
+        "profile": kinds,
         "flops_per_second": {
             "target": flops.target * tokens / medians["target"],
             "step": flops.total * tokens / medians["step"],
@@ -268,7 +283,9 @@ def main(argv: list[str]) -> int:
         compiled = [compile_seconds(cut(whole, depth), config, mesh) for depth in depths]
     say(f"{model.num_layers} layers with random weights")
     result = {"model": str(args.model), "layers": model.num_layers, "tokens": args.tokens}
-    result |= step_cost(model, config, repeats=args.repeats) | {"compile": compiled}
+    result |= step_cost(model, config, repeats=args.repeats, profiled=args.profile) | {
+        "compile": compiled
+    }
     report(args.json, result, lambda: _show(result))
     return 0
 
@@ -282,6 +299,12 @@ def _show(result: dict[str, Any]) -> None:
         f"operations {result['floor']:.2f}: {result['ratio_to_floor']:.2f} times the floor"
     )
     print_table("cost of a step", ("part", "seconds", "spread", "to target"), rows, note)
+    if result["profile"]:
+        kinds = [
+            (row["kind"], row["seconds"], format_percent(row["share"])) for row in result["profile"]
+        ]
+        note = "summed over the threads that compute, operations inside of others once"
+        print_table("where a step's time goes", ("kind", "seconds", "share"), kinds, note)
     names = ("layers", "trace_seconds", "compile_seconds", "lines")
     rows = [[row[name] for name in names] for row in result["compile"]]
     print_table("compilation", [name.replace("_", " ") for name in names], rows)

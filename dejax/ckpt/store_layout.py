@@ -80,11 +80,8 @@ def absolute(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(os.path.abspath(path))
 
 
-def open_kvstore(root: pathlib.Path | None) -> ts.KvStore:
-    """Where records go, by their keys: a folder, or memory."""
-    if root is None:
-        # A context of its own: two memory stores must not see each other's records.
-        return ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+def open_kvstore(root: pathlib.Path) -> ts.KvStore:
+    """Where records are written, by their keys."""
     return ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
 
 

@@ -82,10 +82,10 @@ class Store(ExpertStore):
         self.before_read = before_read
         self.reads = []
 
-    def read(self, layer, expert):
+    def read(self, layer, expert, into=None):
         self.reads.append((layer, expert))
         self.before_read((layer, expert))
-        return super().read(layer, expert)
+        return super().read(layer, expert, into)
 
 
 class GatedStore(Store):

@@ -17,10 +17,10 @@ from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision, Governor, GovernorConfig
 from dejax.spec.sampling import SamplingConfig
+from infer.buckets import ROW_BUCKETS
 from infer.decode import DecodeOptions, decode, make_drafter
 from infer.decoder import Decoder
 from infer.drafters import DraftStep, NGramProposer, PathDrafter, Proposal
-from infer.engine import ROW_BUCKETS
 from infer.timing import Pace
 from tests.infer.random_target import (
     CONTEXT,

@@ -74,9 +74,9 @@ class Troubled(ExpertStore):
         vars(self).update(vars(store))
         self.before_read = before_read
 
-    def read(self, layer, expert):
+    def read(self, layer, expert, into=None):
         self.before_read((layer, expert))
-        return super().read(layer, expert)
+        return super().read(layer, expert, into)
 
 
 def open_decoder(target, store, mode, offload=None):
@@ -251,16 +251,16 @@ def test_an_error_in_the_middle_of_a_round_is_no_trouble_for_the_next(
     target, store, expected, monkeypatch, kind
 ):
     with open_decoder(target, store, "draft-expert") as decoder:
-        acquire, calls = decoder.residency.acquire, []
+        request, calls = decoder.residency.request, []
 
         def interrupted(layer, ids, *, kind):
             calls.append(kind)
             if calls.count(wanted) == 5:
                 raise KeyboardInterrupt
-            return acquire(layer, ids, kind=kind)
+            return request(layer, ids, kind=kind)
 
         wanted = kind
-        monkeypatch.setattr(decoder.residency, "acquire", interrupted)
+        monkeypatch.setattr(decoder.residency, "request", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decode_with(decoder, "draft-expert")
         monkeypatch.undo()

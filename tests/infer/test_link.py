@@ -44,7 +44,7 @@ def test_parse(text, link, described):
     + ["sim:1,", "sim:1,-1", "sim:1,nan", "sim:1,inf", "sim:1,2,3", "pcie:16", "16"],
 )
 def test_parse_says_what_it_accepts(text):
-    with pytest.raises(UsageError, match="real, sim:GBPS or sim:GBPS,LATENCY_US") as error:
+    with pytest.raises(UsageError, match="real, disk, sim:GBPS or sim:GBPS,LATENCY_US") as error:
         parse_link(text)
     assert repr(text) in str(error.value)
 
@@ -58,11 +58,11 @@ def test_a_link_is_checked_however_it_is_made():
 def test_transfers_queue_up_on_a_simulated_link():
     clock = FakeClock()
     pacer = Pacer(Link(1024.0, 0.5), clock=clock, sleep=clock.sleep)
-    assert pacer.finish(1024, requested=0.0) == (0.0, 1.5)
+    assert pacer.finish(1024, requested=0.0)[:2] == (0.0, 1.5)
     assert clock.now == 1.5
-    assert pacer.finish(2048, requested=0.25) == (1.5, 4.0)  # asked for during the first
+    assert pacer.finish(2048, requested=0.25)[:2] == (1.5, 4.0)  # asked for during the first
     clock.now = 10.0
-    assert pacer.finish(512, requested=9.0) == (9.0, 10.0)  # the link was idle
+    assert pacer.finish(512, requested=9.0)[:2] == (9.0, 10.0)  # the link was idle
     assert clock.now == 10.0
 
 
@@ -70,9 +70,9 @@ def test_a_simulated_link_is_never_faster_than_the_transfer_itself():
     clock = FakeClock()
     pacer = Pacer(Link(1024.0), clock=clock, sleep=clock.sleep)
     clock.now = 3.0  # it took 3 s to move what the link would move in 1 s
-    assert pacer.finish(1024, requested=0.0) == (0.0, 3.0)
+    assert pacer.finish(1024, requested=0.0)[:2] == (0.0, 3.0)
     assert clock.sleeps == 0
-    assert pacer.finish(1024, requested=0.0) == (3.0, 4.0)
+    assert pacer.finish(1024, requested=0.0)[:2] == (3.0, 4.0)
 
 
 def test_late_sleeps_do_not_add_up():
@@ -86,7 +86,7 @@ def test_late_sleeps_do_not_add_up():
 def test_a_short_sleep_is_continued():
     clock = FakeClock()
     pacer = Pacer(Link(1024.0), clock=clock, sleep=lambda seconds: clock.sleep(seconds / 2 + 1e-3))
-    _, end = pacer.finish(1024, requested=0.0)
+    _, end, _ = pacer.finish(1024, requested=0.0)
     assert end == 1.0 and clock.now >= 1.0 and clock.sleeps > 1
 
 
@@ -94,7 +94,7 @@ def test_the_real_link_only_books():
     clock = FakeClock()
     pacer = Pacer(Link(), clock=clock, sleep=clock.sleep)
     clock.now = 2.0
-    assert pacer.finish(1 << 30, requested=1.0) == (1.0, 2.0)
+    assert pacer.finish(1 << 30, requested=1.0)[:2] == (1.0, 2.0)
     clock.now = 5.0
-    assert pacer.finish(1 << 30, requested=1.0) == (2.0, 5.0)
+    assert pacer.finish(1 << 30, requested=1.0)[:2] == (2.0, 5.0)
     assert clock.sleeps == 0

@@ -13,7 +13,7 @@ from dejax.ckpt.expert_store import ExpertStoreWriter
 from dejax.spec.control import ControlConfig
 from infer.decode import DecodeOptions
 from infer.decoder import Decoder, Offload
-from infer.prefetch import device_form
+from infer.staging import device_form
 from tests.infer.random_target import draft_of, random_prompt, random_target
 
 PROMPT = random_prompt(9)

@@ -71,7 +71,7 @@ def test_an_expert_at_hand_is_not_touched_by_later_loads(stored):
 
 def test_a_planted_wrong_expert_is_noticed():
     class Wrong(Store):
-        def read(self, layer, expert):
+        def read(self, layer, expert, into=None):
             return STORE.read(layer, (expert + 1) % EXPERTS)
 
     with make(Wrong()) as residency, pytest.raises(AssertionError):

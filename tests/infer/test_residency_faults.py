@@ -152,7 +152,7 @@ def test_close_wakes_who_waits_and_ends_the_thread():
     store.gate.set()
     closing()
     residency.close()
-    assert not any(thread is residency._thread for thread in threading.enumerate())
+    assert not set(residency._threads) & set(threading.enumerate())
     assert residency.resident() == set() and residency.device_bytes == 0
     for call in (lambda: residency.acquire(1, [0], kind="demand"), lambda: residency.prefetch([])):
         with pytest.raises(FailedError, match="closed"):
@@ -162,9 +162,12 @@ def test_close_wakes_who_waits_and_ends_the_thread():
 # Many threads.
 
 
-@pytest.mark.parametrize("retries", [0, 6])
-def test_stress(retries):
-    """Eight readers, random delays and failures, everything else at random: no wrong expert."""
+@pytest.mark.parametrize(
+    ("retries", "readers", "acquisitions"),
+    [(0, 1, 2000), (6, 8, 2000), pytest.param(6, 8, 10_000, marks=pytest.mark.slow)],
+)
+def test_stress(retries, readers, acquisitions):
+    """Eight threads that ask, random delays and failures, all else at random: no wrong expert."""
     noise = random.Random(0)
 
     def disturb(pair):
@@ -174,11 +177,12 @@ def test_stress(retries):
             raise OSError("injected")
 
     wrong, failed = [], []
-    with make(Store(disturb), cache=6, host=8, prefetch=4, retries=retries) as residency:
+    sizes = dict(cache=6, host=8, prefetch=4)
+    with make(Store(disturb), retries=retries, readers=readers, **sizes) as residency:
 
         def read(seed):
             choose = random.Random(seed)
-            for _ in range(250):
+            for _ in range(acquisitions // 8):
                 layer = choose.choice(LAYERS)
                 ids = [choose.randrange(EXPERTS) for _ in range(choose.randint(1, 4))]
                 try:
@@ -205,6 +209,9 @@ def test_stress(retries):
         settle(residency)
         residency.end_round()
         assert residency.device_bytes <= 6 * SIZE
+        # What eight threads may hold at once, what a round prefetched, and what is under way.
+        assert residency.peak_device_bytes <= len(PAIRS) * SIZE
+        assert residency.stager.host_bytes <= 8 * SIZE
         assert residency._cache.speculative_bytes == 0
     assert not wrong
     assert bool(failed) == (retries == 0)
