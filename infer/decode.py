@@ -151,7 +151,10 @@ class _Loop:
         return DraftPhase(
             drafter,
             DraftController(
-                options.control, top_k=config.moe.top_k, moe_layers=len(config.moe_layers)
+                options.control,
+                top_k=config.moe.top_k,
+                moe_layers=len(config.moe_layers),
+                calibration=self.pace.calibration,
             ),
             self.picker,
             self.engine,
@@ -287,8 +290,9 @@ class _Loop:
         return replace(proposal, tokens=tokens, confidences=confidences)
 
     def _note(self, record: Round, waited: float) -> None:
-        """Tells timings and governor what the round took; `waited`: of its target pass."""
+        """Tells `pace` how the round went; `waited`: seconds of its target pass."""
         plain = not (record.drafted or record.draft_passes)
+        self.pace.calibration.observe(record.confidences, record.accepted)
         timings, tokens = self.pace.timings, len(record.emitted)
         rows = 1 + len(record.drafted)
         timings.target_pass(rows, record.target_seconds, waited=waited)

@@ -19,9 +19,9 @@ from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.divergence import judge
 from infer.link import Link, parse_link
-from infer.prefetch import device_form
 from infer.report import distinct_ngrams, rounds_of, stats
 from infer.resident import ResidentDecoder
+from infer.staging import device_form
 from infer.trace import Round
 
 LOAD_TO_COMPUTE = 3.0

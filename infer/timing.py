@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dejax.spec.cost import StepTimes
+from dejax.spec.cost import Calibration, StepTimes
 from dejax.spec.governor import Governor
 from infer.prefetch import LoadEvent
 
@@ -116,13 +116,15 @@ class Timings:
 
 @dataclass
 class Pace:
-    """What a way to decode has learned about its own speed; whoever decodes keeps it.
+    """What a way to decode has learned about itself; whoever decodes keeps it.
 
     Attributes:
+      calibration: what the drafter's confidences are worth.
       governor: switches drafting off where it does not pay; None: it is never off.
     """
 
     timings: Timings = field(default_factory=Timings)
+    calibration: Calibration = field(default_factory=Calibration)
     governor: Governor | None = None
 
     def begin(self) -> None:

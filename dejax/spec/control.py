@@ -53,7 +53,7 @@ import numpy as np
 
 from dejax.errors import UsageError
 from dejax.shapes import Pair
-from dejax.spec.cost import StepTimes
+from dejax.spec.cost import Calibration, StepTimes
 from dejax.spec.sampling import threefry2x32
 
 Controller = Literal["consumer", "producer", "cost", "random"]
@@ -117,9 +117,16 @@ class DraftController:
     are prefetched. Only the "cache" budget and the "cost" controller read it.
     """
 
-    def __init__(self, config: ControlConfig, *, top_k: int, moe_layers: int) -> None:
+    def __init__(
+        self,
+        config: ControlConfig,
+        *,
+        top_k: int,
+        moe_layers: int,
+        calibration: Calibration | None = None,
+    ) -> None:
         """Makes the controller for a target that routes each token to `top_k` experts in each of
-        `moe_layers` layers.
+        `moe_layers` layers. `calibration`, kept by the caller, is for "cost".
 
         Raises:
           UsageError: if either count is not positive.
@@ -128,6 +135,7 @@ class DraftController:
             if not (_is_int(value) and value >= 1):
                 raise UsageError(f"{name} must be an integer >= 1, got {value!r}")
         self.config = config
+        self._calibration = Calibration() if calibration is None else calibration
         self._default_budget = top_k * moe_layers // 2
         self._union: set[Pair] = set()
         self._charge = 0  # what the latest pass added, as counted against the budget
@@ -193,7 +201,7 @@ class DraftController:
         """
         if self._stops(confidence, routes, available, hide_budget):
             return False
-        self._survival *= confidence
+        self._survival *= self._calibration(confidence)
         self._kept += 1
         if routes is not None:
             self.extend(routes, available=available)
@@ -229,7 +237,7 @@ class DraftController:
         """Whether the token is worth its time; unmeasured, every token is."""
         if self._times is None:
             return True
-        return self._survival * confidence > self._times.price(exposed_loads)
+        return self._survival * self._calibration(confidence) > self._times.price(exposed_loads)
 
     def _drawn(self) -> bool:
         """A coin that is the same for ever at one place of one draft after one pending token."""

@@ -7,10 +7,12 @@ fixed point is the best rate that such a rule can reach):
 
     keep v_i  <=>  Surv_i > rho * (t_draft + t_row + exposed load time),
 
-where Surv_i, the probability that v_1, ..., v_i are all accepted, is estimated by the product of
-the drafter's confidences. No threshold is left to tune. There is no clock here: seconds are given.
+where Surv_i, the probability that v_1, ..., v_i are all accepted, is the product of the drafter's
+confidences, each corrected by how often tokens of such a confidence were accepted so far. No
+threshold is left to tune. There is no clock here: seconds are given.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,3 +36,32 @@ class StepTimes:
     def price(self, exposed_loads: int) -> float:
         """Tokens that a drafted token must promise if so many loads of it cannot be hidden."""
         return self.rate * (self.draft + self.row + exposed_loads * self.load)
+
+
+class Calibration:
+    """How often drafted tokens of a confidence are accepted, learned from the rounds so far.
+
+    A drafter's largest probability is no probability of acceptance: a greedy draft is accepted
+    where it has the same largest token, which is likelier than its probability says. Confidences
+    are sorted into bins, and a bin's share of accepted tokens counts more with every token seen.
+    """
+
+    BINS, PRIOR = 10, 4.0
+
+    def __init__(self) -> None:
+        self._seen, self._accepted = [0] * self.BINS, [0] * self.BINS
+
+    def observe(self, confidences: Sequence[float], accepted: int) -> None:
+        """Takes in a verified chain; tokens after the first rejected one tell nothing."""
+        for place, confidence in enumerate(confidences[: accepted + 1]):
+            self._seen[self._bin(confidence)] += 1
+            self._accepted[self._bin(confidence)] += place < accepted
+
+    def __call__(self, confidence: float) -> float:
+        """Probability that a token of this confidence is accepted where those before it were."""
+        index = self._bin(confidence)
+        whole = self._seen[index] + self.PRIOR
+        return (self._accepted[index] + self.PRIOR * confidence) / whole
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * self.BINS), self.BINS - 1)

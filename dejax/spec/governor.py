@@ -23,9 +23,9 @@ E being the excess of one round, the one that used up the credit. Plain rounds h
 and rate = 0.015, and rounds of at most 6 AR steps (E = 5), that is 11 + 0.015 N: below 5.26 % of N,
 hence a speed of at least 0.95 of AR, for N of 293 and more. The credit is not renewed with a
 sequence: one that finds it used up loses E and `rate` at most, whatever its length. What a sequence
-has gained it may lose again (up to `bank`), so that bad luck does not end what pays. The bound is
-in AR steps as last measured, and where these are unequal in steps of their mean less its standard
-error; what t_AR drifts by between measurements comes on top.
+has gained it may lose again (up to `bank`), so that bad luck does not end what pays. t_AR
+is the mean of what was measured less its standard error: few and unequal steps may be too long.
+What it drifts by between measurements comes on top of the bound.
 
 Why little is lost where speculation pays. A set phase of 48 rounds follows 2 plain ones: at n
 tokens a round and utility u these take 2 (u - 1) / (48 n + 2 u) of the time, under 4 % for
@@ -36,7 +36,6 @@ There is no clock here: seconds are given.
 
 import collections
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -109,7 +108,7 @@ class Governor:
         self.config = GovernorConfig() if config is None else config
         self.on_decision = on_decision
         self._credit = self.config.credit
-        self._plain: collections.deque[float] = collections.deque(maxlen=8)
+        self._plain: collections.deque[float] = collections.deque(maxlen=16)
         self._phase: Literal["test", "set", "rest"] = "test"
         self._measure_left = self.config.first_measure
         self._rounds = self._tokens = 0  # of the speculative rounds of this phase
@@ -149,13 +148,8 @@ class Governor:
                 self._begin("test", measure=0)
 
     def _speculated(self, tokens: int, seconds: float) -> None:
-        steps = seconds / max(statistics.median(self._plain), 1e-12)
-        # Few and unequal measurements may well be too long: the credit goes by less.
-        count, mean = len(self._plain), sum(self._plain) / len(self._plain)
-        squares = sum((value - mean) ** 2 for value in self._plain)
-        error = math.sqrt(squares / (count * max(1, count - 1)))
-        excess = seconds / max(mean - error, 1e-12) - tokens
-        self._credit = min(self._credit - excess, self.config.bank)
+        steps = seconds / self._step_seconds()
+        self._credit = min(self._credit - (steps - tokens), self.config.bank)
         self._rounds += 1
         self._tokens += tokens
         self._steps += steps
@@ -165,6 +159,13 @@ class Governor:
         ):
             wanted = self.config.margin * self._steps if self._rested else self._steps
             self._decide(speculate=not spent and self._tokens >= wanted)
+
+    def _step_seconds(self) -> float:
+        """Mean of the AR steps less its standard error: few and unequal ones may be too long."""
+        count, mean = len(self._plain), sum(self._plain) / len(self._plain)
+        squares = sum((value - mean) ** 2 for value in self._plain)
+        error = math.sqrt(squares / (count * max(1, count - 1)))
+        return max(mean - error, 1e-12)
 
     def _decide(self, *, speculate: bool) -> None:
         config, known = self.config, speculate and self._phase == "set"

@@ -1,6 +1,7 @@
 """The stop rule: when it looks, what it charges to which row, and what the budgets count."""
 
 import math
+from dataclasses import replace
 
 import jaxtyping
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, DraftController
-from dejax.spec.cost import StepTimes
+from dejax.spec.cost import Calibration, StepTimes
 
 # Routes of the passes over the pending token (0) and over the drafted tokens v_1, v_2, ...
 PENDING = {(0, 0), (1, 0)}
@@ -250,6 +251,28 @@ def test_cost_is_the_rule_written_out(sure, new, rate):
             break
         kept += 1
     assert kept == expected
+
+
+def test_cost_learns_what_confidences_are_worth():
+    calibration = Calibration()
+    assert calibration(0.55) == pytest.approx(0.55)
+    for _ in range(50):
+        calibration.observe([0.55, 0.95, 0.15], accepted=2)
+    # All seen at 0.5 to 0.6 were accepted, none at 0.1 to 0.2, and 0.3 to 0.4 was never seen.
+    assert calibration(0.55) > 0.95 and calibration(0.15) < 0.02
+    assert calibration(0.35) == pytest.approx(0.35)
+    before = calibration(0.75)
+    calibration.observe([0.15, 0.75, 0.75], accepted=0)  # what follows a rejected one tells nothing
+    assert calibration(0.75) == before
+    for confidence in (0.0, 1.0):
+        assert 0 <= calibration(confidence) <= 1
+    control = DraftController(
+        ControlConfig(controller="cost"), top_k=1, moe_layers=2, calibration=calibration
+    )
+    control.begin_round(PENDING, times=replace(TIMES, rate=3.0))  # a row costs 0.9 tokens
+    assert control.needs_look(0.55) and not control.needs_look(0.75)
+    assert control.keep(0.55, PENDING, hide_budget=0)
+    assert control.keep(0.55, PENDING, hide_budget=0)
 
 
 # The random controller.
