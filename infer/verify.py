@@ -124,10 +124,12 @@ def main(argv: list[str]) -> int:
     args = parse(Arguments, argv, prog="dejax verify", description=about)
     prompts = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
     outline = read_outline(args.model)
-    top_k = outline.config.moe.top_k if outline.config.moe_layers else 1
-    if args.decoding.r > top_k:
+    experts = outline.config.experts
+    if experts is None and args.decoding.r != 1:
+        raise UsageError(f"--r is for a mixture of experts; {args.model} is dense")
+    if experts is not None and args.decoding.r > experts.top_k:
         raise UsageError(
-            f"--r is {args.decoding.r}; the target routes to {top_k} experts per token"
+            f"--r is {args.decoding.r}; the target routes to {experts.top_k} experts per token"
         )
     draft = None if args.draft is None else resolve_draft(args.draft, outline)
     rows: list[dict[str, Any]] = []

@@ -79,6 +79,8 @@ def test_verify_compares_n_grams(folder, tmp_path, capsys):
     assert cli.main([*argv, "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["mode"] == "n-gram" and row["real"] == 0
+    assert cli.main([*argv, "--r", "2"]) == 2
+    assert "--r is for a mixture of experts" in capsys.readouterr().err
     assert cli.main([*argv, "--draft", "init"]) == 2
     assert "dense model; it has no routed experts" in capsys.readouterr().err
 
