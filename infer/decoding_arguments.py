@@ -80,18 +80,15 @@ class DecodingArguments:
     truncate: bool = True
     """Let the controller stop a draft early; without it all have --draft-length tokens."""
     tau: NonNegativeFloat = 0.6
-    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are, which
-    leaves a stop by expansion alone. Controllers cost and random ignore it."""
+    """Confidence below which a token is unsure; above 1 all are: a stop by expansion alone."""
     budget: Annotated[
         Budget | None, ParsedBy(parse_budget, "N|cache|off", lambda budget: budget or HALF)
     ] = None
-    """Layer-experts that an unsure token may add: N, what the link hides (cache), or no test (off),
-    which leaves a stop by confidence alone. Controllers cost and random ignore it."""
+    """New experts an unsure token may add: N, what the link hides (cache); off: confidence only."""
     controller: Controller = "consumer"
-    """What stops a draft: an unsure token with many new experts, predicted by its own draft pass
-    (consumer) or by the one that proposed it (producer); measured times (cost); chance (random)."""
+    """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
-    """Probability (0 to 1) with which controller random keeps each drafted token."""
+    """Probability (0 to 1) with which controller random keeps a drafted token."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     device_cache: Bytes = 0

@@ -176,8 +176,7 @@ class Arguments:
     skip_bad: bool = False
     """Leave out, and count, prompts that cannot be decoded or that fail, rather than stop."""
     mode: Mode = "ar"
-    """How to decode: one token a step (ar), or drafting with the top routed experts, with draft
-    experts, or from the text so far (n-gram); same tokens."""
+    """How to decode: ar, or drafts of top-r, draft experts or n-grams of the text; same tokens."""
     draft: DraftSpec | None = None
     """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
     governor: bool = True
