@@ -8,24 +8,24 @@ the drafter, the controller, the caches or their timing do, only the number of r
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
-
-import numpy as np
-from jaxtyping import Float
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
-from dejax.shapes import Pair
 from dejax.spec.accept import accept, draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.sampling import SamplingConfig, TokenPicker
 from infer.buckets import ROW_BUCKETS
+from infer.drafters import Drafter, DraftPhase, NGramProposer, PathDrafter, Proposal, Proposer
 from infer.engine import Engine
+from infer.timing import Pace
 from infer.trace import Round
 
-Mode = Literal["ar", "top-r", "draft-expert"]
-MODES: tuple[Mode, ...] = ("ar", "top-r", "draft-expert")
+Mode = Literal["ar", "top-r", "draft-expert", "n-gram"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+PATH_MODES: tuple[Mode, ...] = ("top-r", "draft-expert")
+"""Modes whose drafter is a path through the target itself."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ class DecodeOptions:
     """How to decode one sequence.
 
     Attributes:
-      mode: `ar`, `top-r` (shared + top-r routed experts as drafter) or `draft-expert`.
-      r: routed experts that the drafter keeps, in the modes that draft.
+      mode: `ar`, `top-r` (shared + top-r routed experts as drafter), `draft-expert`, or `n-gram`
+        (what followed the same tokens before).
+      r: routed experts that the drafter keeps, in `top-r` and `draft-expert`.
       prefetch: whether the draft router's predictions are prefetched.
+      governor: whether drafting is switched off while it does not pay (`dejax.spec.governor`).
     """
 
     mode: Mode = "ar"
@@ -45,6 +47,7 @@ class DecodeOptions:
     control: ControlConfig = field(default_factory=ControlConfig)
     prefetch: bool = True
     stop_at_eos: bool = True
+    governor: bool = False
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -58,52 +61,6 @@ class DecodeOptions:
             raise UsageError(f"draft_length {self.control.draft_length} exceeds {most}")
 
 
-@dataclass(frozen=True)
-class DraftStep:
-    """What a drafter says after consuming a token.
-
-    Attributes:
-      logits: [V], its law for the next token.
-      routes: experts it predicts for the consumed token's row of the verification.
-      used: pairs whose weights its pass read.
-    """
-
-    logits: Float[np.ndarray, " V"]
-    routes: frozenset[Pair]
-    used: frozenset[Pair]
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """What proposes tokens. It is never trusted: any answer keeps the output unchanged."""
-
-    def consume(self, token: int, *, position: int) -> DraftStep:
-        """Takes `token` as the next of the sequence, at index `position`."""
-        ...
-
-
-@dataclass(frozen=True)
-class PathDrafter:
-    """The target's own draft path: shared + top-r experts, and the draft expert if there is one."""
-
-    engine: Engine
-    r: int
-
-    def consume(self, token: int, *, position: int) -> DraftStep:
-        result = self.engine.draft_row(token, start=position, r=self.r)
-        return DraftStep(logits=result.logits[0], routes=result.routes[0], used=result.used)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A draft: tokens, confidences, and what the drafter's passes predicted and read."""
-
-    tokens: list[int]
-    confidences: list[float]
-    routes: list[frozenset[Pair]]
-    used: frozenset[Pair]
-
-
 def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) -> None:
     """Refuses options that do not fit a target; `drafts` tells whether it has draft experts.
 
@@ -113,20 +70,25 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
     """
     if options.mode == "ar":
         return
+    if drafts and options.mode != "draft-expert":
+        raise UsageError(
+            f"mode {options.mode} takes no draft experts: give --draft only with draft-expert"
+        )
+    if options.mode not in PATH_MODES:
+        return
     if not config.moe_layers:
         raise UsageError(
             f"mode {options.mode} drafts with routed experts, and the target ({config.family}) is "
-            "dense; decode it with mode ar"
+            "dense; decode it with mode ar or n-gram"
         )
     top_k = config.moe.top_k
     if options.r > top_k:
         raise UsageError(f"r is {options.r}; the target routes to {top_k} experts per token")
-    if drafts != (options.mode == "draft-expert"):
-        needs = "takes no draft experts" if drafts else "needs draft experts"
-        raise UsageError(f"mode {options.mode} {needs}: give --draft only with draft-expert")
+    if options.mode == "draft-expert" and not drafts:
+        raise UsageError("mode draft-expert needs draft experts: give --draft")
 
 
-def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
+def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | Proposer | None:
     """The drafter of a mode, None for `ar`.
 
     Raises:
@@ -134,7 +96,10 @@ def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
     """
     if options.mode == "ar":
         return None
-    check_options(options, engine.target.config, drafts=engine.draft is not None)
+    config = engine.target.config
+    check_options(options, config, drafts=engine.draft is not None)
+    if options.mode == "n-gram":
+        return NGramProposer(config.eos_ids if options.stop_at_eos else ())
     return PathDrafter(engine, options.r)
 
 
@@ -144,14 +109,16 @@ def decode(
     options: DecodeOptions,
     *,
     sample: int = 0,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Proposer | None = None,
+    pace: Pace | None = None,
 ) -> Iterator[Round]:
     """Decodes one sequence, yielding a trace record after the prefill and after every round.
 
     The concatenated `emitted` of the records are the new tokens. `sample` tells several samples of
-    one prompt apart. The caller owns engine, residency and drafter.
+    one prompt apart. The caller owns engine, residency and drafter, and may keep `pace`, what
+    decodes with these options have learned of their speed, from one to the next.
     """
-    loop = _Loop(engine, prompt, options, sample, drafter)
+    loop = _Loop(engine, prompt, options, sample, drafter, Pace() if pace is None else pace)
     yield loop.prefill()
     while loop.finish_reason is None:
         yield loop.round()
@@ -166,20 +133,35 @@ class _Loop:
         prompt: Sequence[int],
         options: DecodeOptions,
         sample: int,
-        drafter: Drafter | None,
+        drafter: Drafter | Proposer | None,
+        pace: Pace,
     ):
-        self.engine, self.options, self.drafter = engine, options, drafter
+        self.engine, self.options, self.pace = engine, options, pace
         config = engine.target.config
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.finish_reason: str | None = None
         self.picker = TokenPicker(options.sampling, sample=sample, vocab_size=config.vocab_size)
-        self.controller = None
-        if drafter is not None:
-            self.controller = DraftController(
-                options.control, top_k=config.moe.top_k, moe_layers=len(config.moe_layers)
-            )
         self.eos_ids = config.eos_ids if options.stop_at_eos else ()
-        self._load_seconds = self._pass_seconds = 0.0
+        self.proposer = drafter if not isinstance(drafter, Drafter) else self._phase(drafter)
+        pace.begin()
+
+    def _phase(self, drafter: Drafter) -> Proposer:
+        """The draft phase of a drafter that answers token by token."""
+        config, options = self.engine.target.config, self.options
+        return DraftPhase(
+            drafter,
+            DraftController(
+                options.control,
+                top_k=config.moe.top_k,
+                moe_layers=len(config.moe_layers),
+                calibration=self.pace.calibration,
+            ),
+            self.picker,
+            self.engine,
+            self.pace.timings,
+            prefetch=options.prefetch,
+            eos_ids=self.eos_ids,
+        )
 
     @property
     def remaining(self) -> int:
@@ -238,8 +220,9 @@ class _Loop:
         committed = len(self.tokens)
         residency.begin_round()
         resident = residency.resident()
-        proposal = self._draft()
-        drafted = time.perf_counter()
+        governed = self._keeps_plain()
+        proposal = Proposal() if governed else self._draft()
+        drafted, waited = time.perf_counter(), clock.loads
         rows = [self.tokens[-1], *proposal.tokens]
         result = engine.target_rows(rows, start=committed - 1)
         verified = time.perf_counter()
@@ -254,8 +237,7 @@ class _Loop:
         residency.end_round()
         self.picker.forget(len(self.tokens))
         loads = tuple(residency.take_events())
-        self._note_load_time(loads)
-        return Round(
+        record = Round(
             kind="round",
             committed=committed,
             drafted=tuple(proposal.tokens),
@@ -279,71 +261,46 @@ class _Loop:
             total_seconds=time.perf_counter() - began,
             device_seconds=clock.device,
             load_seconds=clock.loads,
+            governed=governed,
         )
+        self._note(record, clock.loads - waited)
+        return record
+
+    def _keeps_plain(self) -> bool:
+        """Whether this round must not draft although it might: to measure, or because it is off."""
+        if self.proposer is None:
+            return False
+        governor, control = self.pace.governor, self.options.control
+        if governor is not None and not governor.speculates:
+            return True
+        # "cost" weighs against the autoregressive step, so it has one measured first.
+        measures = control.truncate and control.controller == "cost"
+        return measures and self.options.mode != "n-gram" and not self.pace.timings.step_seconds
 
     def _draft(self) -> Proposal:
-        """Algorithm 1's draft phase; no tokens when there is no drafter or no room for a draft."""
-        control, residency = self.controller, self.engine.residency
+        """A draft; no tokens when there is no drafter or no room."""
         limit = draft_limit(
             self.options.control.draft_length,
             remaining_new=self.remaining,
             context_left=self.context_left,
         )
-        tokens: list[int] = []
-        confidences: list[float] = []
-        steps: list[DraftStep] = []
-        if control is None or limit == 0:
-            return Proposal(tokens, confidences, [], frozenset())
-        step = self._consume(self.tokens[-1], 0, steps)
-        control.begin_round(step.routes, available=residency.available())
-        self._prefetch(step)
-        while len(tokens) < limit:
-            token = self.picker.pick(step.logits, position=len(self.tokens) + len(tokens))
-            sure = self.picker.confidence(step.logits)
-            looked = control.needs_look(sure)
-            if looked:
-                step = self._consume(token, len(tokens) + 1, steps)
-            available = residency.available()
-            kept = control.keep(
-                sure,
-                step.routes if looked else None,
-                available=available,
-                hide_budget=self._hide_budget(limit - len(tokens)),
+        if self.proposer is None or limit == 0:
+            return Proposal()
+        proposal = self.proposer.propose(self.tokens, limit)
+        # A row beyond the limit would lie outside the context.
+        tokens, confidences = proposal.tokens[:limit], proposal.confidences[:limit]
+        return replace(proposal, tokens=tokens, confidences=confidences)
+
+    def _note(self, record: Round, waited: float) -> None:
+        """Tells `pace` how the round went; `waited`: seconds of its target pass."""
+        plain = not (record.drafted or record.draft_passes)
+        self.pace.calibration.observe(record.confidences, record.accepted)
+        timings, tokens = self.pace.timings, len(record.emitted)
+        rows = 1 + len(record.drafted)
+        timings.target_pass(rows, record.target_seconds, waited=waited)
+        timings.loads(record.loads)
+        timings.round(tokens, record.total_seconds, plain=plain)
+        if self.proposer is not None and self.pace.governor is not None:
+            self.pace.governor.observe(
+                tokens=tokens, seconds=record.total_seconds, speculative=not plain
             )
-            if not kept:
-                break
-            tokens.append(token)
-            confidences.append(sure)
-            if token in self.eos_ids:  # nothing after an end token can be emitted
-                break
-            if not looked and len(tokens) < limit:
-                step = self._consume(token, len(tokens), steps)
-                control.extend(step.routes, available=residency.available())
-            elif not looked:
-                break
-            self._prefetch(step)
-        used = frozenset().union(*(step.used for step in steps))
-        return Proposal(tokens, confidences, [step.routes for step in steps], used)
-
-    def _consume(self, token: int, ahead: int, steps: list[DraftStep]) -> DraftStep:
-        """Runs the drafter over a token `ahead` places after the pending one."""
-        assert self.drafter is not None
-        began = time.perf_counter()
-        step = self.drafter.consume(token, position=len(self.tokens) - 1 + ahead)
-        self._pass_seconds = time.perf_counter() - began
-        steps.append(step)
-        return step
-
-    def _prefetch(self, step: DraftStep) -> None:
-        if self.options.prefetch:
-            self.engine.residency.prefetch(step.routes)
-
-    def _hide_budget(self, passes_left: int) -> int:
-        """Loads that fit behind the draft passes still to come, from the latest measured times."""
-        if self._load_seconds <= 0:
-            return 0
-        return int(passes_left * self._pass_seconds / self._load_seconds)
-
-    def _note_load_time(self, loads: Sequence) -> None:
-        if loads:
-            self._load_seconds = sum(load.end - load.start for load in loads) / len(loads)

@@ -1,7 +1,7 @@
 """A target ready to decode: its expert store, residency and engine, over many prompts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -10,12 +10,14 @@ import numpy as np
 from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
+from dejax.spec.governor import Decision, Governor
 from dejax.target import Target
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
 from infer.engine import Engine
 from infer.link import Link, parse_link
 from infer.residency import Residency
 from infer.staging import device_form
+from infer.timing import Pace
 from infer.trace import Round
 from infer.units import format_bytes
 
@@ -102,7 +104,9 @@ class Decoder:
         offload: Offload | None = None,
         capacity: int | None = None,
         store: ExpertStore | None = None,
+        on_decision: Callable[[Decision], None] = lambda decision: None,
     ):
+        """`on_decision` is told what the governor of a decode with one makes of drafting."""
         if draft is not None and draft.identity != target.identity:
             raise UsageError(
                 f"the draft experts were trained for target {draft.identity}, not for "
@@ -129,11 +133,14 @@ class Decoder:
         self.engine = Engine(target, self.residency, draft, capacity, offload.look_ahead)
         self.offload = offload
         self._warm: set[tuple[int, int | None]] = set()
+        self._on_decision = on_decision
+        self._paces: dict[DecodeOptions, Pace] = {}
 
     def warm_up(self, options: DecodeOptions) -> None:
         """Compiles what these options need, once."""
         drafts = options.mode != "ar"
-        key = (options.control.draft_length + 1 if drafts else 1, options.r if drafts else None)
+        r = options.r if options.mode in PATH_MODES else None
+        key = (options.control.draft_length + 1 if drafts else 1, r)
         if key not in self._warm:
             self.engine.warm_up(rows=key[0], r=key[1])
             self._warm.add(key)
@@ -150,10 +157,21 @@ class Decoder:
         drafter = make_drafter(self.engine, options)  # checks the options, so before compiling
         self.warm_up(options)
         records = []
-        for record in decode(self.engine, prompt, options, sample=sample, drafter=drafter):
+        pace = self._pace(options)
+        for record in decode(
+            self.engine, prompt, options, sample=sample, drafter=drafter, pace=pace
+        ):
             records.append(record)
             on_round(record)
         return tuple(records)
+
+    def _pace(self, options: DecodeOptions) -> Pace:
+        """What earlier prompts decoded in the same way have taught."""
+        way = replace(options, max_new_tokens=1, stop_at_eos=True)
+        if way not in self._paces:
+            governor = Governor(on_decision=self._on_decision) if options.governor else None
+            self._paces[way] = Pace(governor=governor)
+        return self._paces[way]
 
     def close(self) -> None:
         """Ends the transfer thread and drops the experts."""

@@ -30,6 +30,14 @@ def top_mass(text: str) -> float:
     return value
 
 
+def probability(text: str) -> float:
+    """`--keep`: from 0 to 1."""
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise UsageError(f"{text!r} is out of range; expected a number from 0 to 1")
+    return value
+
+
 def sampling_seed(text: str) -> int:
     """`--seed`: 32 bits."""
     value = non_negative_int(text)
@@ -56,7 +64,7 @@ class DecodingArguments:
     """Options of `infer.generate.generate`, as flags."""
 
     r: PositiveInt = 1
-    """Routed experts a layer that the drafter keeps, at most the target's top-k."""
+    """Routed experts a layer that the drafter of top-r and draft-expert keeps, up to top-k."""
     max_new_tokens: PositiveInt = 64
     """New tokens of a prompt at most; the target's context ends it earlier."""
     temperature: NonNegativeFloat = 0.0
@@ -70,15 +78,17 @@ class DecodingArguments:
     draft_length: PositiveInt = 8
     """Tokens of a draft at most."""
     truncate: bool = True
-    """Stop a draft at a token that is unsure and would pull in many new experts."""
+    """Let the controller stop a draft early; without it all have --draft-length tokens."""
     tau: NonNegativeFloat = 0.6
-    """Confidence (0 to 1) below which a drafted token counts as unsure; above 1 all are."""
+    """Confidence below which a token is unsure; above 1 all are: a stop by expansion alone."""
     budget: Annotated[
         Budget | None, ParsedBy(parse_budget, "N|cache|off", lambda budget: budget or HALF)
     ] = None
-    """Layer-experts that an unsure token may add: N, what the link hides (cache), none (off)."""
+    """New experts an unsure token may add: N, what the link hides (cache); off: confidence only."""
     controller: Controller = "consumer"
-    """Which draft pass predicts a token's experts: its own, or the one that proposed it."""
+    """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
+    keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
+    """Probability (0 to 1) with which controller random keeps a drafted token."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     device_cache: Bytes = 0
@@ -107,6 +117,7 @@ class DecodingArguments:
             tau=self.tau,
             budget=self.budget,
             controller=self.controller,
+            keep=self.keep,
         )
 
     def options(self, mode: Mode) -> DecodeOptions:

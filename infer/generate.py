@@ -1,7 +1,7 @@
 """`dejax generate MODEL`: decodes prompts, with the routed experts offloaded.
 
-A dense target has none: it is decoded in mode ar, all of it on the device. `generate` is the same
-for programs: prompts in, one `Generation` a prompt out.
+A dense target has none: it is decoded in mode ar or n-gram, all of it on the device. `generate` is
+the same for programs: prompts in, one `Generation` a prompt out.
 """
 
 import sys
@@ -14,6 +14,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
+from dejax.spec.governor import Decision
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import Target, check_dtype, load_target, read_outline
 from infer.arguments import (
@@ -25,7 +26,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import progress, say
-from infer.decode import DecodeOptions, Mode, check_options
+from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engine import LAYOUT
@@ -100,10 +101,12 @@ def generate(
     seed: int = 0,
     control: ControlConfig | None = None,
     prefetch: bool = True,
+    governor: bool = True,
     device_cache: int | None = 0,
     host_cache: int | None = None,
     link: str = "real",
     chat: bool = True,
+    on_decision: Callable[[Decision], None] = lambda decision: None,
     on_round: Callable[[int, Round], None] = lambda index, record: None,
     on_bad: OnBad | None = None,
     aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -114,11 +117,13 @@ def generate(
       target: from `dejax.load_target`.
       prompts: texts, token id lists, or records with `id` and `prompt`.
       draft: draft experts (`dejax.load_draft`), for mode "draft-expert".
-      mode: "ar", "top-r" or "draft-expert"; r: routed experts the drafter keeps.
+      mode: "ar", "top-r", "draft-expert" or "n-gram"; r: routed experts the drafter keeps.
       control: draft length and stop rule.
+      governor: measure whether drafting pays, and do not draft while it does not.
       device_cache, host_cache: bytes of experts to keep, None for all, 0 for none.
       link: "real" or "sim:GBPS[,LATENCY_US]".
       chat: use the tokenizer's chat template.
+      on_decision: told what the governor makes of drafting.
       on_round: called with the prompt's index and each trace record.
       on_bad: given, a prompt that cannot be decoded or that fails is told to it and left out.
       aside: given what is done before the first token, makes the context it is done in.
@@ -134,6 +139,7 @@ def generate(
         sampling=SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
         control=ControlConfig() if control is None else control,
         prefetch=prefetch,
+        governor=governor,
     )
     check_options(options, target.config, drafts=draft is not None)
     encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
@@ -143,7 +149,9 @@ def generate(
     results = []
     with ExitStack() as stack:
         with aside("compiling"):
-            decoder = Decoder(target, draft=draft, offload=offload, capacity=capacity)
+            decoder = Decoder(
+                target, draft=draft, offload=offload, capacity=capacity, on_decision=on_decision
+            )
             stack.enter_context(decoder)
             if encoded:
                 decoder.warm_up(options)
@@ -168,9 +176,11 @@ class Arguments:
     skip_bad: bool = False
     """Leave out, and count, prompts that cannot be decoded or that fail, rather than stop."""
     mode: Mode = "ar"
-    """How to decode: one token a step, or drafting with top-r or draft experts; same tokens."""
+    """How to decode: ar, or drafts of top-r, draft experts or n-grams of the text; same tokens."""
     draft: DraftSpec | None = None
     """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
+    governor: bool = True
+    """Measure whether drafting pays, say so, and do not draft while it does not."""
     decoding: DecodingArguments = DecodingArguments()
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What weights are held in; computation is in float32 at least."""
@@ -188,8 +198,8 @@ class Arguments:
             raise UsageError(f"--draft is for --mode draft-expert, not {self.mode}")
         if self.draft is None and self.mode == "draft-expert":
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
-        if self.decoding.r != 1 and self.mode == "ar":
-            raise UsageError("--r is for the modes that draft, not ar")
+        if self.decoding.r != 1 and self.mode not in PATH_MODES:
+            raise UsageError(f"--r is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
         if self.prompt is not None and not is_text(self.prompt):
             raise UsageError("--prompt is not UTF-8 text")
         if self.trace is not None and str(self.trace) == "-":
@@ -257,7 +267,9 @@ def main(argv: list[str]) -> int:
             prompts,
             draft=draft,
             mode=args.mode,
+            governor=args.governor,
             **args.decoding.given(),
+            on_decision=say_decision,
             on_round=_Stream(target, prompts, bar, text=one),
             on_bad=on_bad,
             aside=bar.aside,
@@ -274,6 +286,22 @@ def main(argv: list[str]) -> int:
         counts = ", ".join(f"{count} {name}" for name, count in counted["counts"].items())
         say(f"prompts: {counts}; the first left out: {bad[0][1]}")
     return FailedError.exit_status if counted["failed"] else 0
+
+
+def say_decision(made: Decision) -> None:
+    """What was measured, before drafting is first relied on, and whenever it is switched."""
+    if made.first:
+        say(
+            f"speculation: {made.tokens:.1f} tokens a round at {made.steps:.1f} autoregressive "
+            f"steps: {made.utility:.2g} x expected"
+        )
+    elif made.speculate:
+        say(f"speculation on: {made.utility:.2g} x")
+    if not made.speculate:
+        say(
+            f"speculation off: a round gives {made.tokens:.1f} tokens and costs {made.steps:.1f} "
+            f"autoregressive steps; tried again after {made.retry_tokens} tokens"
+        )
 
 
 def _show(results: Sequence[Generation], *, streamed: bool) -> None:

@@ -6,9 +6,12 @@ alpha_pos[i] is the share of drafts whose i-th token was accepted among those wh
 With P the pairs prefetched in a round and R those that verification required, were not resident at
 its start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R|
 and prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
+
+governed_rounds are rounds in which a mode that drafts was kept from it (`infer.trace.Round`); they
+count as rounds everywhere else too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from infer.trace import Round
@@ -82,6 +85,7 @@ def stats(trace: Sequence[Round]) -> dict[str, Any]:
         "accepted": accepted,
         "acceptance_rate": _ratio(accepted, drafted),
         "rounds": len(rounds),
+        "governed_rounds": sum(r.governed for r in rounds),
         "emitted": emitted,
         "tokens_per_round": _ratio(emitted, len(rounds)),
         "alpha_pos": alpha_by_position(rounds),
@@ -94,9 +98,43 @@ def stats(trace: Sequence[Round]) -> dict[str, Any]:
         "prefill_seconds": sum(r.total_seconds for r in trace if r.kind == "prefill"),
         "decode_seconds": decode_seconds,
         "decode_tps": _ratio(emitted, decode_seconds),
+        "draft_seconds": sum(r.draft_seconds for r in rounds),
+        "target_seconds": sum(r.target_seconds for r in rounds),
         "draft_pass_seconds": _ratio(sum(r.draft_seconds for r in rounds), passes),
         "target_pass_seconds": _mean([r.target_seconds for r in rounds]),
         "host_share": _ratio(decode_seconds - waiting, decode_seconds),
+    }
+
+
+def identity(of: Mapping[str, Any], ar: Mapping[str, Any]) -> dict[str, float | None]:
+    """Why a mode is as fast as it is: its parts in autoregressive (AR) steps.
+
+    speedup = tokens_per_round / (cost_verify + cost_draft_total + cost_other), where a round's
+    target pass, draft passes and the rest of it are each divided by the seconds of an AR token.
+    `predicted_speedup` is the right side, `measured_speedup` the ratio of tokens a second: of the
+    same traces they are equal but for rounding.
+
+    Args:
+      of: `stats` of the mode; ar: `stats` of autoregressive decoding, best of the same prompts.
+
+    Returns:
+      The six numbers, None where something was not measured.
+    """
+    step = _ratio(ar["decode_seconds"], ar["emitted"])
+    rounds, whole = of["rounds"], of["decode_seconds"]
+    parts = {
+        "cost_verify": of["target_seconds"],
+        "cost_draft_total": of["draft_seconds"],
+        "cost_other": whole - of["target_seconds"] - of["draft_seconds"],
+    }
+    costs = {name: _ratio(part, rounds * step) if step else None for name, part in parts.items()}
+    known = [cost for cost in costs.values() if cost is not None]
+    tokens, rate = of["tokens_per_round"], of["decode_tps"]
+    return {
+        "tokens_per_round": tokens,
+        **costs,
+        "predicted_speedup": None if tokens is None else _ratio(tokens, sum(known)),
+        "measured_speedup": None if rate is None or not step else rate * step,
     }
 
 

@@ -27,7 +27,8 @@ class Round:
       kind: "prefill" or "round".
       committed: committed tokens before it, the pending one included.
       drafted: tokens sent to verification; parents: the row each follows (0 is the pending token).
-      confidences: the drafter's confidence in each drafted token.
+      confidences: the drafter's confidence in each drafted token; none where it has no idea of
+        that (mode n-gram).
       draft_passes: passes run over the pending token, over the drafted ones (the last may go
         without) and over a token that was looked at and dropped.
       draft_routes: the experts that the draft router chose, one list of pairs a pass.
@@ -42,6 +43,8 @@ class Round:
       began: seconds of the clock that loads are booked by.
       draft_seconds, target_seconds, total_seconds: wall time of its parts, in this order.
       device_seconds, load_seconds: of it, time waiting for jitted steps and for loads.
+      governed: whether a mode that drafts was kept from it in this round, to measure an
+        autoregressive step or because drafting does not pay.
     """
 
     kind: Literal["prefill", "round"]
@@ -67,6 +70,7 @@ class Round:
     total_seconds: float = 0.0
     device_seconds: float = 0.0
     load_seconds: float = 0.0
+    governed: bool = False
 
 
 def to_record(round_: Round) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Arguments:
     """Arguments of `dejax verify`."""
 
     model: Positional[Model]
-    """A Hugging Face folder, a converted folder, or tiny."""
+    """A Hugging Face folder, a converted folder, a GGUF file (dense Llama), or tiny."""
     draft: DraftSpec | None = None
     """Draft experts to verify: a folder from `dejax distill`, or untrained ones (init)."""
     prompts: InputFile | None = None
@@ -71,7 +71,9 @@ def compare_modes(
       draft: with it, mode draft-expert is among them; common: options of `generate`.
       on_tokens: told the number of tokens of each round, and the mode.
     """
-    modes: list[tuple[Mode, Draft | None]] = [("ar", None), ("top-r", None)]
+    modes: list[tuple[Mode, Draft | None]] = [("ar", None), ("n-gram", None)]
+    if target.config.moe_layers:
+        modes.insert(1, ("top-r", None))
     if draft is not None:
         modes.append(("draft-expert", draft))
     found: dict[str, list[Generation]] = {}
@@ -81,6 +83,7 @@ def compare_modes(
             prompts,
             draft=given,
             mode=mode,
+            governor=False,
             on_round=lambda _, round_, mode=mode: on_tokens(len(round_.emitted), mode),
             **common,
         )
@@ -121,12 +124,12 @@ def main(argv: list[str]) -> int:
     args = parse(Arguments, argv, prog="dejax verify", description=about)
     prompts = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
     outline = read_outline(args.model)
-    if not outline.config.moe_layers:
-        raise UsageError(f"{args.model}: has no routed experts to draft with; expected a MoE")
-    top_k = outline.config.moe.top_k
-    if args.decoding.r > top_k:
+    experts = outline.config.experts
+    if experts is None and args.decoding.r != 1:
+        raise UsageError(f"--r is for a mixture of experts; {args.model} is dense")
+    if experts is not None and args.decoding.r > experts.top_k:
         raise UsageError(
-            f"--r is {args.decoding.r}; the target routes to {top_k} experts per token"
+            f"--r is {args.decoding.r}; the target routes to {experts.top_k} experts per token"
         )
     draft = None if args.draft is None else resolve_draft(args.draft, outline)
     rows: list[dict[str, Any]] = []
@@ -156,7 +159,7 @@ def _verify(
             say(f"prompt {record['id']}: {len(ids)} tokens and the new ones exceed the context")
     if not fits:
         raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
-    modes = 2 + (draft is not None)
+    modes = 2 + bool(target.config.moe_layers) + (draft is not None)
     with progress(
         f"verify {dtype}", modes * len(fits) * args.decoding.max_new_tokens, "tokens"
     ) as bar:

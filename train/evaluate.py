@@ -200,7 +200,8 @@ def in_loop(
     `options` are those of `infer.generate.generate`.
     """
     mode = "top-r" if draft is None else "draft-expert"
-    generations = generate(target, prompts, draft=draft, mode=mode, **options)
+    every_round: Any = dict(governor=False) | options  # each is measured as it is
+    generations = generate(target, prompts, draft=draft, mode=mode, **every_round)
     return stats([record for generation in generations for record in generation.trace])
 
 

@@ -1,4 +1,4 @@
-"""When a draft stops: the confidence-and-expansion controller of DraftExpert.
+"""When a draft stops: the confidence-and-expansion controller of DraftExpert, and others.
 
 Source: DraftExpert (arXiv 2607.24434), Algorithm 1. Verifying one more drafted token costs what its
 row adds to the experts that the verification must read. A drafted token is dropped, and the draft
@@ -17,9 +17,16 @@ Losslessness. The consumer's decision depends on the drafted value. That is harm
 rules (R0, R4, R5) and changes the output law under rejection rules (R1-R3), which need the
 producer: it uses only what is known before v_i is chosen.
 
+Two controllers take the place of that rule. "cost" keeps what pays by measured times
+(`dejax.spec.cost`): it looks at a token only if the token would pay without a single load, and then
+counts the loads that the rest of the draft cannot hide. It is a consumer reading, for the match
+rules only. "random" keeps every token with one and the same probability, for comparisons at equal
+mean draft length. Controllers by confidence alone and by expansion alone are budget "off" and
+tau above 1.
+
 The loop that this is made for, with pairs (layer, expert) as routes:
 
-    control.begin_round(routes, available=available())
+    control.begin_round(routes, available=available(), times=times(), pending=position)
     prefetch(routes)
     while len(draft) < limit:
         token, sure = picker.pick(logits, position=...), picker.confidence(logits)
@@ -42,10 +49,16 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, TypeGuard, get_args
 
+import numpy as np
+
 from dejax.errors import UsageError
 from dejax.shapes import Pair
+from dejax.spec.cost import Calibration, StepTimes
+from dejax.spec.sampling import threefry2x32
 
-Controller = Literal["consumer", "producer"]
+Controller = Literal["consumer", "producer", "cost", "random"]
+
+_RANDOM_KEY = (0x64656A61, 0x78)  # any fixed key: coins that have nothing to do with the noise
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,10 @@ class ControlConfig:
         nor in flight count, and B is what can be loaded behind the rest of the draft, given by the
         caller. "off": no expansion test (B = -1), so an unsure token always stops the draft: a
         controller by confidence alone.
-      controller: which pass predicts the experts of a row, see the module.
+      controller: which pass predicts the experts of a row, or the rule that takes the place of tau
+        and budget ("cost", "random"); see the module.
+      keep: probability with which controller "random" keeps a token: a draft has keep + keep^2 +
+        ... + keep^draft_length tokens on average.
     """
 
     draft_length: int = 8
@@ -70,6 +86,7 @@ class ControlConfig:
     tau: float = 0.6
     budget: int | Literal["cache", "off"] | None = None
     controller: Controller = "consumer"
+    keep: float = 0.75
 
     def __post_init__(self) -> None:
         if not (_is_int(self.draft_length) and self.draft_length >= 1):
@@ -87,21 +104,29 @@ class ControlConfig:
                 f"(half of k * L), got {self.budget!r}"
             )
         if self.controller not in get_args(Controller):
-            raise UsageError(
-                f"controller must be 'consumer' or 'producer', got {self.controller!r}"
-            )
+            names = ", ".join(map(repr, get_args(Controller)))
+            raise UsageError(f"controller must be one of {names}, got {self.controller!r}")
+        if not (isinstance(self.keep, Real) and 0 <= self.keep <= 1):
+            raise UsageError(f"keep must be a probability from 0 to 1, got {self.keep!r}")
 
 
 class DraftController:
     """Applies the stop rule over the rounds of one generation. Keeps sets of pairs, no clock.
 
     `available` is, in every method, what is resident or in flight BEFORE the routes given with it
-    are prefetched. Only the "cache" budget reads it.
+    are prefetched. Only the "cache" budget and the "cost" controller read it.
     """
 
-    def __init__(self, config: ControlConfig, *, top_k: int, moe_layers: int) -> None:
+    def __init__(
+        self,
+        config: ControlConfig,
+        *,
+        top_k: int,
+        moe_layers: int,
+        calibration: Calibration | None = None,
+    ) -> None:
         """Makes the controller for a target that routes each token to `top_k` experts in each of
-        `moe_layers` layers.
+        `moe_layers` layers. `calibration`, kept by the caller, is for "cost".
 
         Raises:
           UsageError: if either count is not positive.
@@ -110,9 +135,13 @@ class DraftController:
             if not (_is_int(value) and value >= 1):
                 raise UsageError(f"{name} must be an integer >= 1, got {value!r}")
         self.config = config
+        self._calibration = Calibration() if calibration is None else calibration
         self._default_budget = top_k * moe_layers // 2
         self._union: set[Pair] = set()
         self._charge = 0  # what the latest pass added, as counted against the budget
+        self._times: StepTimes | None = None
+        self._survival = 1.0  # of the tokens kept so far
+        self._pending = self._kept = 0
 
     @property
     def union(self) -> frozenset[Pair]:
@@ -120,18 +149,33 @@ class DraftController:
         return frozenset(self._union)
 
     def begin_round(
-        self, routes: AbstractSet[Pair], *, available: AbstractSet[Pair] = frozenset()
+        self,
+        routes: AbstractSet[Pair],
+        *,
+        available: AbstractSet[Pair] = frozenset(),
+        times: StepTimes | None = None,
+        pending: int = 0,
     ) -> None:
-        """Starts a round with the routes of the draft pass over the pending token."""
+        """Starts a round with the routes of the draft pass over the pending token.
+
+        Args:
+          available: see the class.
+          times: for "cost"; None while nothing is measured: every token is kept then, because the
+            first drafts are what measures.
+          pending: index of the pending token in the sequence, the "random" controller's counter.
+        """
         self._union = set()
+        self._times, self._survival = times, 1.0
+        self._pending, self._kept = pending, 0
         self.extend(routes, available=available)
 
     def needs_look(self, confidence: float) -> bool:
         """Whether the draft pass over the token must be run before `keep` can decide."""
+        config = self.config
+        if config.controller == "cost":
+            return config.truncate and self._pays(confidence, exposed_loads=0)
         return (
-            self.config.controller == "consumer"
-            and self.config.budget != "off"
-            and self._unsure(confidence)
+            config.controller == "consumer" and config.budget != "off" and self._unsure(confidence)
         )
 
     def keep(
@@ -149,14 +193,16 @@ class DraftController:
           routes: pairs selected by the pass over the token, or None if it has not run. Taken into
             the union if the token stays. The producer never decides by them.
           available: see the class.
-          hide_budget: for the "cache" budget, how many loads fit behind the rest of the draft:
-            floor(time left to hide / time of one load).
+          hide_budget: for the "cache" budget and for "cost", how many loads fit behind the rest of
+            the draft: floor(time left to hide / time of one load).
 
         Raises:
           ValueError: if the rule needs `routes` or `hide_budget` and got None.
         """
-        if self._unsure(confidence) and self._expands(routes, available, hide_budget):
+        if self._stops(confidence, routes, available, hide_budget):
             return False
+        self._survival *= self._calibration(confidence)
+        self._kept += 1
         if routes is not None:
             self.extend(routes, available=available)
         return True
@@ -167,6 +213,36 @@ class DraftController:
         """Takes in the routes of a pass over a kept token that ran only after `keep`."""
         self._charge = self._count_new(routes, available)
         self._union |= routes
+
+    def _stops(
+        self,
+        confidence: float,
+        routes: AbstractSet[Pair] | None,
+        available: AbstractSet[Pair],
+        hide_budget: int | None,
+    ) -> bool:
+        if not self.config.truncate:
+            return False
+        if self.config.controller == "random":
+            return not self._drawn()
+        if self.config.controller == "cost":
+            if not self._pays(confidence, exposed_loads=0):
+                return True
+            new = self._count_new(self._looked_at(routes), available)
+            hidden = _given(hide_budget, "controller 'cost'")
+            return not self._pays(confidence, exposed_loads=max(0, new - hidden))
+        return self._unsure(confidence) and self._expands(routes, available, hide_budget)
+
+    def _pays(self, confidence: float, *, exposed_loads: int) -> bool:
+        """Whether the token is worth its time; unmeasured, every token is."""
+        if self._times is None:
+            return True
+        return self._survival * self._calibration(confidence) > self._times.price(exposed_loads)
+
+    def _drawn(self) -> bool:
+        """A coin that is the same for ever at one place of one draft after one pending token."""
+        counter = np.array([self._pending], np.uint32), np.array([self._kept], np.uint32)
+        return float(threefry2x32(_RANDOM_KEY, counter)[0][0]) < self.config.keep * 2.0**32
 
     def _unsure(self, confidence: float) -> bool:
         return self.config.truncate and confidence < self.config.tau
@@ -181,25 +257,32 @@ class DraftController:
         if budget == "off":
             return True
         if budget == "cache":
-            if hide_budget is None:
-                raise ValueError("the 'cache' budget needs hide_budget, an integer >= 0; got None")
-            limit = hide_budget
+            limit = _given(hide_budget, "the 'cache' budget")
         else:
             limit = self._default_budget if budget is None else budget
         if self.config.controller == "producer":
             return self._charge > limit
+        return self._count_new(self._looked_at(routes), available) > limit
+
+    def _looked_at(self, routes: AbstractSet[Pair] | None) -> AbstractSet[Pair]:
         if routes is None:
             raise ValueError(
                 "an unsure token needs the routes of the pass over it, got None; "
                 "run that pass where needs_look() is true"
             )
-        return self._count_new(routes, available) > limit
+        return routes
 
     def _count_new(self, routes: AbstractSet[Pair], available: AbstractSet[Pair]) -> int:
         new = routes - self._union
-        if self.config.budget == "cache":
+        if self.config.budget == "cache" or self.config.controller == "cost":
             new = new - available
         return len(new)
+
+
+def _given(hide_budget: int | None, who: str) -> int:
+    if hide_budget is None:
+        raise ValueError(f"{who} needs hide_budget, an integer >= 0; got None")
+    return hide_budget
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -15,10 +15,13 @@ import pytest
 
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
+from dejax.spec.governor import Decision, Governor, GovernorConfig
 from dejax.spec.sampling import SamplingConfig
 from infer.buckets import ROW_BUCKETS
-from infer.decode import DecodeOptions, DraftStep, PathDrafter, decode, make_drafter
+from infer.decode import DecodeOptions, decode, make_drafter
 from infer.decoder import Decoder
+from infer.drafters import DraftStep, NGramProposer, PathDrafter, Proposal
+from infer.timing import Pace
 from tests.infer.random_target import (
     CONTEXT,
     VOCAB,
@@ -52,12 +55,14 @@ def engine(target):
         yield decoder.engine
 
 
-def run(engine, prompt=PROMPT, *, drafter=None, sampling=GREEDY, new=NEW, **settings: Any):
+def run(
+    engine, prompt=PROMPT, *, drafter=None, sampling=GREEDY, new=NEW, pace=None, **settings: Any
+):
     """The trace of one prompt; a draft is never cut short unless `settings` say so."""
     settings.setdefault("truncate", False)
     control = ControlConfig(**settings)
     options = DecodeOptions(max_new_tokens=new, sampling=sampling, control=control)
-    return tuple(decode(engine, prompt, options, drafter=drafter))
+    return tuple(decode(engine, prompt, options, drafter=drafter, pace=pace))
 
 
 def outcome(trace):
@@ -127,7 +132,31 @@ def nobody(tokens, prompt=PROMPT):
     return None
 
 
-DRAFTERS = [oracle, wrong, mostly_right, noise, echo]
+@dataclass
+class AtOnce:
+    """Proposes what another drafter says, all at once; more than was asked for if `eager`."""
+
+    inner: Scripted
+    eager: int = 0
+
+    def propose(self, tokens, limit):
+        places = range(len(tokens), len(tokens) + limit + self.eager)
+        return Proposal([self.inner.say(place) % VOCAB for place in places])
+
+
+def at_once(tokens, prompt=PROMPT):
+    return AtOnce(oracle(tokens, prompt))
+
+
+def too_much(tokens, prompt=PROMPT):
+    return AtOnce(mostly_right(tokens, prompt), eager=50)
+
+
+def n_gram(tokens, prompt=PROMPT):
+    return NGramProposer()
+
+
+DRAFTERS = [oracle, wrong, mostly_right, noise, echo, at_once, too_much, n_gram]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -201,6 +230,116 @@ def test_a_drafter_that_says_nothing_finite_is_a_clean_failure(engine):
     assert outcome(run(engine)) == outcome(run(engine, drafter=noise([])))
 
 
+# Controllers, the governor, and drafts without a model.
+
+CONTROLLERS = [
+    {"controller": "cost"},
+    {"controller": "random", "keep": 0.5},
+    {"budget": "cache", "tau": 1.1},
+    {"budget": "off"},
+]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("control", CONTROLLERS, ids=lambda control: "-".join(map(str, control)))
+def test_no_controller_changes_a_token(engine, control, sampling):
+    tokens, reason = outcome(run(engine, sampling=sampling))
+    for make in (oracle, wrong, mostly_right, noise):
+        options = dict(control, truncate=True, draft_length=4)
+        trace = run(engine, drafter=make(tokens), sampling=sampling, **options)
+        assert outcome(trace) == (tokens, reason)
+
+
+def test_cost_measures_a_step_first_and_only_once(engine):
+    tokens, _ = outcome(run(engine))
+    pace, control = Pace(), {"truncate": True, "controller": "cost", "draft_length": 3}
+    first, *others = rounds(run(engine, drafter=oracle(tokens), pace=pace, **control))
+    assert first.governed and not first.drafted and not first.draft_passes
+    assert not any(record.governed for record in others)
+    assert len(others[0].drafted) == 3  # unmeasured: as long as it may be
+    again = rounds(run(engine, drafter=oracle(tokens), pace=pace, **control))
+    assert not any(record.governed for record in again)
+
+
+def dear(engine, seconds):
+    """Makes every draft pass look so long."""
+    pace = Pace()
+    pace.timings.round(1, 1.0, plain=True)
+    for _ in range(64):
+        pace.timings.draft_pass(seconds, waited=0.0)
+    return pace
+
+
+def test_cost_drafts_nothing_that_its_passes_are_too_dear_for(engine):
+    tokens, _ = outcome(run(engine))
+    control = {"truncate": True, "controller": "cost", "draft_length": 4}
+    trace = run(engine, drafter=oracle(tokens), pace=dear(engine, 100.0), **control)
+    assert outcome(trace)[0] == tokens
+    assert not any(record.drafted for record in rounds(trace)[:4])
+    assert all(record.draft_passes == 1 for record in rounds(trace)[:4])  # none looks further
+    trace = run(engine, drafter=oracle(tokens), pace=dear(engine, 0.0), **control)
+    assert len(rounds(trace)[0].drafted) == 4
+
+
+def governed_by(config, decisions=None):
+    decisions = [] if decisions is None else decisions
+    return Pace(governor=Governor(config, on_decision=decisions.append))
+
+
+@pytest.mark.parametrize("make", [oracle, wrong, noise, n_gram], ids=lambda make: make.__name__)
+def test_the_governor_changes_no_token(engine, make):
+    tokens, reason = outcome(run(engine, new=30))
+    config = GovernorConfig(first_measure=2, measure=1, test=2, set=3, rest=3, credit=1e6)
+    decisions: list[Decision] = []
+    pace = governed_by(config, decisions)
+    trace = run(engine, drafter=make(tokens), new=30, draft_length=3, pace=pace)
+    assert outcome(trace) == (tokens, reason)
+    plain = [record for record in rounds(trace) if record.governed]
+    assert len(plain) >= 2 and all(record.governed for record in rounds(trace)[:2])
+    assert not any(record.drafted or record.draft_passes for record in plain)
+    if make is not n_gram:
+        assert decisions and decisions[0].first
+
+
+def test_what_the_governor_learned_is_kept_from_prompt_to_prompt(engine):
+    tokens, _ = outcome(run(engine))
+    pace = governed_by(GovernorConfig(first_measure=3, test=1000, credit=1e6, bank=1e6))
+    governed = [
+        [record.governed for record in rounds(run(engine, drafter=wrong(tokens), pace=pace))]
+        for _ in range(2)
+    ]
+    assert governed[0][:4] == [True, True, True, False]
+    assert not any(governed[1]), "it measures no second time"
+
+
+def test_nothing_is_governed_where_nothing_drafts(engine):
+    pace = governed_by(GovernorConfig())
+    assert not any(record.governed for record in run(engine, pace=pace))
+
+
+def test_n_grams_are_found_in_prompt_and_output(engine):
+    prompt = random_prompt(12, seed=8) * 3
+    tokens, _ = outcome(run(engine, prompt, new=24))
+    trace = rounds(run(engine, prompt, drafter=NGramProposer(), new=24, draft_length=3))
+    assert [token for record in trace for token in record.emitted] == tokens[1:]
+    drafting = [record for record in trace if record.drafted]
+    assert drafting
+    sequence = [*prompt, *tokens]
+    for record in drafting:
+        seen = sequence[: record.committed]
+        size = len(record.drafted)
+        pieces = {tuple(seen[i : i + size]) for i in range(len(seen))}
+        assert record.drafted in pieces, "a draft is a piece of the text so far"
+        assert not (record.confidences or record.draft_passes or record.draft_routes)
+
+
+def test_n_grams_end_at_an_end_token():
+    text = [1, 2, 3, 9, 4, 1, 2]
+    assert NGramProposer().propose(text, 4).tokens == [3, 9, 4, 1]
+    assert NGramProposer(eos_ids=(9,)).propose(text, 4).tokens == [3, 9]
+    assert NGramProposer(eos_ids=(9,)).propose(text, 1).tokens == [3]
+
+
 # Ends.
 
 
@@ -233,7 +372,9 @@ def test_a_drafter_that_proposes_the_end_does_not_end_anything(target, engine):
             assert outcome(trace) == (tokens, "length")
 
 
-@pytest.mark.parametrize("make", [oracle, wrong, mostly_right], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [oracle, wrong, mostly_right, too_much], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
 def test_the_context_ends_every_mode_at_the_same_token(engine, make, room):
     prompt = random_prompt(CONTEXT - room)

@@ -9,6 +9,7 @@ import pytest
 
 from dejax import cli
 from dejax.errors import UsageError
+from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig, TokenPicker
 from dejax.target import load_target
 from infer.decode import DecodeOptions
@@ -59,6 +60,31 @@ def test_tokens_are_those_of_a_plain_loop(tmp_path, name):
                 assert not any(record.loads or record.required for record in trace)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_n_gram_drafts_change_no_token(folder, temperature):
+    target = load_target(folder)
+    prompts, options = [[7, 8, 9, 10] * 6], dict(max_new_tokens=32, temperature=temperature)
+    control = ControlConfig(draft_length=2)
+    (plain,) = generate(target, prompts, **options)
+    (drafted,) = generate(
+        target, prompts, mode="n-gram", control=control, governor=False, **options
+    )
+    assert drafted.tokens == plain.tokens and drafted.stats["drafted"] > 0
+
+
+def test_verify_compares_n_grams(folder, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": [3, 1, 4] * 5}))
+    argv = ["verify", str(folder), "--prompts", str(prompts), "--max-new-tokens", "8"]
+    assert cli.main([*argv, "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["mode"] == "n-gram" and row["real"] == 0
+    assert cli.main([*argv, "--r", "2"]) == 2
+    assert "--r is for a mixture of experts" in capsys.readouterr().err
+    assert cli.main([*argv, "--draft", "init"]) == 2
+    assert "dense model; it has no routed experts" in capsys.readouterr().err
+
+
 def test_an_end_token_ends_it(folder):
     target = load_target(folder)
     (whole,) = generate(target, ["the draft path"], max_new_tokens=8)
@@ -74,7 +100,8 @@ def test_an_end_token_ends_it(folder):
 
 @pytest.mark.parametrize("mode", ["top-r", "draft-expert"])
 def test_modes_that_draft_are_refused(folder, mode):
-    with pytest.raises(UsageError, match=rf"mode {mode} drafts .*\(llama\) is dense; .*mode ar"):
+    message = rf"mode {mode} drafts .*\(llama\) is dense; .*mode ar or n-gram"
+    with pytest.raises(UsageError, match=message):
         generate(load_target(folder), ["the draft"], mode=mode)
 
 

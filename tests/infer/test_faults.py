@@ -14,8 +14,9 @@ from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
 from dejax.spec.control import ControlConfig
 from infer import generate as generate_module
-from infer.decode import DecodeOptions, DraftStep, decode, make_drafter
+from infer.decode import DecodeOptions, decode, make_drafter
 from infer.decoder import Decoder, Offload
+from infer.drafters import DraftStep
 from infer.generate import generate
 from infer.link import parse_link
 from tests.infer.random_target import (

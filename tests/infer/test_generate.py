@@ -10,6 +10,7 @@ from dejax import cli
 from dejax.ckpt.draft_state import save_draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
+from dejax.spec.governor import Decision
 from dejax.target import load_target
 from infer import generate as generate_module
 from infer.decode import Mode
@@ -133,6 +134,8 @@ def test_every_mode_gives_the_same_tokens_and_the_contract(target, sampling):
     prompts, draft = ["the draft path", "experts"], draft_of(target)
     expected = generate(target, prompts, max_new_tokens=12, **sampling)
     runs: list[tuple[Mode, dict]] = [
+        ("n-gram", {"governor": False}),
+        ("top-r", {"control": ControlConfig(controller="cost"), "governor": False}),
         ("top-r", {"r": 2, "device_cache": None}),
         ("draft-expert", {"draft": draft, "link": "sim:10", "prefetch": False}),
     ]
@@ -143,10 +146,9 @@ def test_every_mode_gives_the_same_tokens_and_the_contract(target, sampling):
             prompts,
             mode=mode,
             max_new_tokens=12,
-            control=SHORT,
             on_round=lambda index, record, seen=seen: seen.append((index, record)),
             **sampling,
-            **options,
+            **{"control": SHORT, **options},
         )
         assert tokens_of(results) == tokens_of(expected)
         assert seen == [(i, record) for i, r in enumerate(results) for record in r.trace]
@@ -159,6 +161,44 @@ def test_every_mode_gives_the_same_tokens_and_the_contract(target, sampling):
             for entry in plain["stats"]["loads"].values():
                 assert set(entry) == {"count", "bytes", "seconds"}
             assert plain["stats"]["emitted"] == len(plain["tokens"]) - 1
+
+
+def test_the_governor_measures_first_and_tells_what_it_made_of_it(target):
+    made: list[Decision] = []
+    options = dict(mode="top-r", max_new_tokens=40, control=SHORT, on_decision=made.append)
+    (result,) = generate(target, ["the draft path"], **options)
+    rounds = [record for record in result.trace if record.kind == "round"]
+    assert [record.governed for record in rounds[:7]] == [True] * 6 + [False]
+    assert result.stats["governed_rounds"] >= 6
+    assert made[0].first and made[0].tokens >= 1 and made[0].steps > 0
+    made.clear()
+    (free,) = generate(target, ["the draft path"], governor=False, **options)
+    assert free.tokens == result.tokens and free.stats["governed_rounds"] == 0 and made == []
+
+
+@pytest.mark.parametrize(
+    ("made", "lines"),
+    [
+        (
+            Decision(True, tokens=2.9, steps=1.93, retry_tokens=0, first=True),
+            ["speculation: 2.9 tokens a round at 1.9 autoregressive steps: 1.5 x expected"],
+        ),
+        (
+            Decision(False, tokens=2.1, steps=2.6, retry_tokens=64, first=False),
+            [
+                "speculation off: a round gives 2.1 tokens and costs 2.6 autoregressive steps; "
+                "tried again after 64 tokens"
+            ],
+        ),
+        (
+            Decision(True, tokens=3.0, steps=2.0, retry_tokens=0, first=False),
+            ["speculation on: 1.5 x"],
+        ),
+    ],
+)
+def test_what_is_said_of_speculation(made, lines, capsys):
+    generate_module.say_decision(made)
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 @pytest.mark.parametrize(
@@ -199,6 +239,7 @@ def test_the_program_writes_json_and_trace(folder, tmp_path, capsys):
     out, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
     base = ["generate", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6"]
     drafting = ["--mode", "draft-expert", "--draft", "init:2", "--draft-length", "2"]
+    drafting += ["--no-governor"]  # it would measure first, and not draft within six tokens
     assert cli.main([*base, *drafting, "--json", str(out), "--trace", str(trace)]) == 0
     printed = capsys.readouterr()
     assert "6 tokens" not in printed.out and "accepted" in printed.err
@@ -322,6 +363,9 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--link", "sim:0"], "link 'sim:0': expected real"),
         ([*PROMPT, "--link", "fast"], "link 'fast': expected real"),
         ([*PROMPT, "--mode", "best"], "--mode: 'best' is not one of ar, top-r, draft-expert"),
+        ([*PROMPT, "--keep", "2"], "--keep: '2' is out of range; expected a number from 0 to 1"),
+        ([*PROMPT, "--mode", "n-gram", "--r", "2"], "--r is for the modes top-r and draft-expert"),
+        ([*PROMPT, "--mode", "n-gram", "--draft", "init"], "--draft is for --mode draft-expert"),
         ([*PROMPT, "--controller", "x"], "--controller: 'x' is not one of consumer, producer"),
         ([*PROMPT, "--draft-length", "0"], "--draft-length: '0' is out of range"),
         ([*PROMPT, "--draft-length", "33"], "draft_length"),

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.spec.control import ControlConfig
+from dejax.spec.governor import Governor, GovernorConfig
 from dejax.spec.sampling import SamplingConfig, gumbel_noise, log_probs
 from dejax.target import load_target
 from infer.decode import DecodeOptions, Mode, decode, make_drafter
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
 from infer.report import stats
+from infer.timing import Pace
 from tests.infer.random_target import (
     CONTEXT,
     SHAPES,
@@ -43,6 +45,8 @@ SAMPLINGS = (
     SamplingConfig(temperature=1.2, top_p=0.8, seed=2**32 - 1),
     SamplingConfig(temperature=2.0, top_k=20, top_p=0.9, seed=5),
 )
+HASTY = GovernorConfig(first_measure=1, measure=1, test=1, set=2, rest=2, longest_rest=2)
+"""A governor that comes to every kind of phase within a few tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +90,7 @@ class Setting:
     control: dict
     prefetch: bool
     place: Place
+    governed: bool = False
 
 
 class Lab:
@@ -126,9 +131,12 @@ class Lab:
         )
         prompt = random_prompt(case.length)
         drafter = make_drafter(decoder.engine, options)
+        pace = Pace(governor=Governor(HASTY) if setting.governed else None)
         with jax.transfer_guard("disallow"):
             return tuple(
-                decode(decoder.engine, prompt, options, sample=case.sample, drafter=drafter)
+                decode(
+                    decoder.engine, prompt, options, sample=case.sample, drafter=drafter, pace=pace
+                )
             )
 
     def expected(self, case: Case):
@@ -215,7 +223,8 @@ CONTROLS = st.fixed_dictionaries(
         "truncate": st.booleans(),
         "tau": st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.1]),
         "budget": st.sampled_from([None, 0, 1, 4, 100, "cache", "off"]),
-        "controller": st.sampled_from(["consumer", "producer"]),
+        "controller": st.sampled_from(["consumer", "producer", "cost", "random"]),
+        "keep": st.sampled_from([0.5, 0.9]),
     }
 )
 
@@ -236,11 +245,12 @@ def cases(draw, shape: str, longest: int):
 def settings(top_k: int, experts: int):
     return st.builds(
         Setting,
-        mode=st.sampled_from(["ar", "top-r", "top-r", "draft-expert", "draft-expert"]),
+        mode=st.sampled_from(["ar", "n-gram", "top-r", "top-r", "draft-expert", "draft-expert"]),
         r=st.integers(1, top_k),
         control=CONTROLS,
         prefetch=st.booleans(),
         place=places(experts),
+        governed=st.booleans(),
     )
 
 

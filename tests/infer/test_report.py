@@ -1,11 +1,19 @@
 """Statistics of hand-made records with answers worked out by hand."""
 
+import dataclasses
 import math
 
 import pytest
 
 from infer.prefetch import LoadEvent
-from infer.report import alpha_by_position, distinct_ngrams, loads_by_kind, rounds_of, stats
+from infer.report import (
+    alpha_by_position,
+    distinct_ngrams,
+    identity,
+    loads_by_kind,
+    rounds_of,
+    stats,
+)
 from infer.trace import Round
 
 
@@ -174,6 +182,34 @@ def test_prefetches_without_use_have_precision_zero_and_no_prefetch_has_none():
 def test_rounds_and_loads():
     assert rounds_of([PREFILL, FULL, STEP]) == [FULL, STEP]
     assert loads_by_kind([])["prefetch"] == {"count": 0, "bytes": 0, "seconds": 0.0}
+
+
+def test_the_speedup_is_what_its_parts_say():
+    found = identity(stats([PREFILL, FULL, PARTLY, CUT]), stats([PREFILL, STEP, STEP]))
+    assert found["tokens_per_round"] == 7 / 3
+    # An AR token takes 0.5 s; three rounds take 1.2 s of target passes, 0.9 s of draft passes and
+    # 3.0 s in all.
+    assert found["cost_verify"] == pytest.approx(1.2 / 3 / 0.5)
+    assert found["cost_draft_total"] == pytest.approx(0.9 / 3 / 0.5)
+    assert found["cost_other"] == pytest.approx(0.9 / 3 / 0.5)
+    assert found["measured_speedup"] == pytest.approx((7 / 3.0) / (2 / 1.0))
+    assert found["predicted_speedup"] == pytest.approx(found["measured_speedup"])
+    beside_itself = identity(stats([STEP]), stats([STEP]))
+    assert beside_itself["predicted_speedup"] == pytest.approx(1.0)
+    assert beside_itself["cost_draft_total"] == 0.0
+
+
+@pytest.mark.parametrize(("of", "ar"), [([], [STEP]), ([FULL], []), ([], [])])
+def test_the_speedup_of_nothing_is_no_division_by_zero(of, ar):
+    found = identity(stats(of), stats(ar))
+    assert found["measured_speedup"] is None and found["predicted_speedup"] is None
+
+
+def test_governed_rounds_are_counted():
+    governed = dataclasses.replace(STEP, governed=True)
+    result = stats([PREFILL, governed, FULL, governed])
+    assert result["governed_rounds"] == 2 and result["rounds"] == 3
+    assert stats([STEP])["governed_rounds"] == 0
 
 
 def test_distinct_ngrams():

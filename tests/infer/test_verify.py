@@ -33,6 +33,7 @@ def test_every_mode_is_compared(model, capsys):
     assert status == 0 and result is not None
     assert [(row["dtype"], row["mode"]) for row in result["rows"]] == [
         ("float32", "top-r"),
+        ("float32", "n-gram"),
         ("float32", "draft-expert"),
     ]
     for row in result["rows"]:
@@ -45,8 +46,8 @@ def test_every_mode_is_compared(model, capsys):
 def test_float64_needs_no_setting_and_sampling_is_compared_too(model):
     status, result = verify(model, "--dtypes", "float64", "bfloat16", "--temperature", "0.8")
     assert status == 0 and result is not None
-    assert [row["dtype"] for row in result["rows"]] == ["float64", "bfloat16"]
-    assert result["rows"][0]["identical"] == 2
+    assert [row["dtype"] for row in result["rows"]] == ["float64"] * 2 + ["bfloat16"] * 2
+    assert [row["identical"] for row in result["rows"][:2]] == [2, 2]
 
 
 def test_a_real_difference_fails_the_gate(model, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The stop rule: when it looks, what it charges to which row, and what the budgets count."""
 
 import math
+from dataclasses import replace
 
 import jaxtyping
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, DraftController
+from dejax.spec.cost import Calibration, StepTimes
 
 # Routes of the passes over the pending token (0) and over the drafted tokens v_1, v_2, ...
 PENDING = {(0, 0), (1, 0)}
@@ -173,10 +175,135 @@ def test_tau_above_one_is_expansion_alone():
     assert draft(make(budget=0, tau=0.0), [0.0] * 4)[0] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("controller", ["consumer", "producer"])
+# The cost-derived stop.
+
+TIMES = StepTimes(draft=0.1, row=0.2, load=0.05, rate=1.0)  # a row 0.3 tokens, a load 0.05
+
+
+def test_cost_keeps_what_its_time_is_worth():
+    control = make(controller="cost")
+    control.begin_round(PENDING, times=TIMES)
+    assert control.needs_look(0.31) and not control.needs_look(0.3)
+    # ROUTES[2] has two new pairs: 0.3 + 2 * 0.05 tokens.
+    assert not control.keep(0.4, ROUTES[2], hide_budget=0)
+    assert control.keep(0.41, ROUTES[2], hide_budget=0)
+
+
+def test_cost_goes_by_the_product_of_the_confidences():
+    control = make(controller="cost")
+    control.begin_round(PENDING, times=TIMES)
+    assert control.keep(0.8, PENDING, hide_budget=0)
+    assert control.keep(0.8, PENDING, hide_budget=0)
+    assert control.needs_look(0.48) and not control.needs_look(0.46)  # 0.64 * 0.47 = 0.3
+    assert not control.keep(0.46, PENDING, hide_budget=0)
+    control.begin_round(PENDING, times=TIMES)  # and starts afresh
+    assert control.keep(0.46, PENDING, hide_budget=0)
+
+
+def test_cost_counts_the_loads_that_nothing_hides():
+    control = make(controller="cost")
+    routes = {(0, 0), (0, 5), (0, 6), (0, 7)}  # (0, 0) is the pending token's
+    for available, hidden, kept in [
+        (frozenset(), 0, False),  # 0.3 + 3 * 0.05
+        (frozenset(), 1, True),
+        ({(0, 6)}, 0, True),
+        (frozenset(), 99, True),
+    ]:
+        control.begin_round(PENDING, times=TIMES)
+        assert control.keep(0.42, routes, available=available, hide_budget=hidden) is kept
+    assert control.union == PENDING | routes
+
+
+def test_cost_that_was_not_measured_yet_is_none():
+    control = make(controller="cost")
+    assert draft(control, [0.01] * 4, hide_budget=0) == ([1, 2, 3, 4], [0, 1, 2, 3, 4])
+
+
+def test_cost_ignores_tau_and_budget():
+    for ignored in ({"tau": 0.0}, {"tau": 2.0}, {"budget": "off"}, {"budget": "cache"}):
+        control = make(controller="cost", **ignored)
+        control.begin_round(PENDING, times=TIMES)
+        assert control.needs_look(0.9) and not control.needs_look(0.1)
+        assert control.keep(0.41, ROUTES[2], hide_budget=0)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.floats(0.05, 1.0), min_size=6, max_size=6),
+    st.lists(st.integers(0, 6), min_size=6, max_size=6),
+    st.floats(0.1, 5.0),
+)
+def test_cost_is_the_rule_written_out(sure, new, rate):
+    times = StepTimes(draft=0.1, row=0.05, load=0.03, rate=rate)
+    expected, survival = 0, 1.0
+    for confidence, count in zip(sure, new, strict=True):
+        survival *= confidence
+        if not survival > rate * (0.1 + 0.05 + 0.03 * max(0, count - 2)):
+            break
+        expected += 1
+    control = make(controller="cost")
+    control.begin_round(set(), times=times)
+    kept = 0
+    for index, (confidence, count) in enumerate(zip(sure, new, strict=True)):
+        routes = {(index, e) for e in range(count)}
+        looked = control.needs_look(confidence)
+        if not control.keep(confidence, routes if looked else None, hide_budget=2):
+            break
+        kept += 1
+    assert kept == expected
+
+
+def test_cost_learns_what_confidences_are_worth():
+    calibration = Calibration()
+    assert calibration(0.55) == pytest.approx(0.55)
+    for _ in range(50):
+        calibration.observe([0.55, 0.95, 0.15], accepted=2)
+    # All seen at 0.5 to 0.6 were accepted, none at 0.1 to 0.2, and 0.3 to 0.4 was never seen.
+    assert calibration(0.55) > 0.95 and calibration(0.15) < 0.02
+    assert calibration(0.35) == pytest.approx(0.35)
+    before = calibration(0.75)
+    calibration.observe([0.15, 0.75, 0.75], accepted=0)  # what follows a rejected one tells nothing
+    assert calibration(0.75) == before
+    for confidence in (0.0, 1.0):
+        assert 0 <= calibration(confidence) <= 1
+    control = DraftController(
+        ControlConfig(controller="cost"), top_k=1, moe_layers=2, calibration=calibration
+    )
+    control.begin_round(PENDING, times=replace(TIMES, rate=3.0))  # a row costs 0.9 tokens
+    assert control.needs_look(0.55) and not control.needs_look(0.75)
+    assert control.keep(0.55, PENDING, hide_budget=0)
+    assert control.keep(0.55, PENDING, hide_budget=0)
+
+
+# The random controller.
+
+
+def lengths_of(keep, rounds=400, limit=6):
+    control = make(controller="random", keep=keep)
+    lengths = []
+    for pending in range(rounds):
+        control.begin_round(PENDING, pending=pending)
+        assert not control.needs_look(0.0)
+        kept = 0
+        while kept < limit and control.keep(0.0):
+            kept += 1
+        lengths.append(kept)
+    return lengths
+
+
+def test_random_has_the_mean_length_that_it_says():
+    for keep in (0.3, 0.75):
+        expected = sum(keep**i for i in range(1, 7))
+        lengths = lengths_of(keep)
+        assert abs(sum(lengths) / len(lengths) - expected) < 0.25
+        assert lengths == lengths_of(keep)  # and the same ones every time
+    assert set(lengths_of(0.0, 50)) == {0} and set(lengths_of(1.0, 50)) == {6}
+
+
+@pytest.mark.parametrize("controller", ["consumer", "producer", "cost", "random"])
 @pytest.mark.parametrize("budget", [None, 0, "cache", "off"])
 def test_without_truncation_every_draft_is_full_length(controller, budget):
-    control = make(truncate=False, budget=budget, tau=2.0, controller=controller)
+    control = make(truncate=False, budget=budget, tau=2.0, keep=0.0, controller=controller)
     assert draft(control, [0.0] * 4) == ([1, 2, 3, 4], [0, 1, 2, 3])
 
 
@@ -227,6 +354,13 @@ def test_missing_inputs_of_the_rule_are_refused():
     with pytest.raises(ValueError, match="the 'cache' budget needs hide_budget"):
         control.keep(0.1, PENDING)
     assert control.keep(0.9)  # a sure token needs neither
+    control = make(controller="cost")
+    control.begin_round(PENDING, times=TIMES)
+    with pytest.raises(ValueError, match="needs the routes of the pass over it, got None"):
+        control.keep(0.9)
+    with pytest.raises(ValueError, match="controller 'cost' needs hide_budget"):
+        control.keep(0.9, PENDING)
+    assert not control.keep(0.1)  # too dear without any load: nothing more is asked for
 
 
 BUDGET = (
@@ -254,7 +388,13 @@ def unchecked(monkeypatch):
         ("budget", 1.5, BUDGET + "1.5"),
         ("budget", True, BUDGET + "True"),
         ("budget", "many", BUDGET + "'many'"),
-        ("controller", "cost", "controller must be 'consumer' or 'producer', got 'cost'"),
+        (
+            "controller",
+            "best",
+            "controller must be one of 'consumer', 'producer', 'cost', 'random', got 'best'",
+        ),
+        ("keep", 1.1, "keep must be a probability from 0 to 1, got 1.1"),
+        ("keep", math.nan, "keep must be a probability from 0 to 1, got nan"),
     ],
 )
 def test_control_config_is_checked(field, value, message, unchecked):
@@ -267,6 +407,7 @@ def test_defaults_and_the_smallest_draft():
     config = ControlConfig()
     assert (config.draft_length, config.truncate, config.tau) == (8, True, 0.6)
     assert (config.budget, config.controller) == (None, "consumer")
+    assert config.keep == 0.75
     assert ControlConfig(draft_length=1).draft_length == 1
 
 

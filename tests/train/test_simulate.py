@@ -31,6 +31,7 @@ def decoded(target, draft, *, draft_length, new_tokens):
         draft=draft,
         mode="top-r" if draft is None else "draft-expert",
         max_new_tokens=new_tokens,
+        governor=False,
         control=ControlConfig(draft_length=draft_length, truncate=False),
     )
     rounds = [[r for r in g.trace if r.kind == "round"] for g in generations]

@@ -1,0 +1,179 @@
+"""What proposes tokens: the target's own draft path, token by token, or a look at the text.
+
+Two shapes. A `Drafter` answers every token with logits; a `DraftPhase` makes drafts of them as
+Algorithm 1 of DraftExpert (arXiv 2607.24434) does: pick, decide, prefetch. A `Proposer` gives a
+whole draft at once and has no logits to give. The decode loop sees proposers only.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+from dejax.shapes import Pair
+from dejax.spec.control import DraftController
+from dejax.spec.ngram import lookup
+from dejax.spec.sampling import TokenPicker
+from infer.engine import Engine
+from infer.timing import Timings
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What a drafter says after consuming a token.
+
+    Attributes:
+      logits: [V], its law for the next token.
+      routes: experts it predicts for the consumed token's row of the verification.
+      used: pairs whose weights its pass read.
+    """
+
+    logits: Float[np.ndarray, " V"]
+    routes: frozenset[Pair]
+    used: frozenset[Pair]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What drafts token by token. It is never trusted: any answer keeps the output unchanged."""
+
+    def consume(self, token: int, *, position: int) -> DraftStep:
+        """Takes `token` as the next of the sequence, at index `position`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft: tokens, and what the drafter's passes were sure of, predicted and read.
+
+    Attributes:
+      confidences: one a token, or none from a proposer that estimates nothing.
+      routes: one set a pass; none from a proposer without passes.
+      used: pairs whose weights the passes read.
+    """
+
+    tokens: Sequence[int] = ()
+    confidences: Sequence[float] = ()
+    routes: Sequence[frozenset[Pair]] = ()
+    used: frozenset[Pair] = frozenset()
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """What gives a whole draft at once. It is never trusted: any answer keeps the output."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        """At most `limit` tokens (more are cut off) that may follow `tokens`; `limit` >= 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class PathDrafter:
+    """The target's own draft path: shared + top-r experts, and the draft expert if there is one."""
+
+    engine: Engine
+    r: int
+
+    def consume(self, token: int, *, position: int) -> DraftStep:
+        result = self.engine.draft_row(token, start=position, r=self.r)
+        return DraftStep(logits=result.logits[0], routes=result.routes[0], used=result.used)
+
+
+@dataclass(frozen=True)
+class NGramProposer:
+    """What followed the same tokens before, in prompt and output: no pass, no weights.
+
+    It is sure of nothing and predicts no experts: stop rules and prefetching have nothing to go by,
+    and a draft ends at `limit`, at an end token, or where the text that was found ends.
+    """
+
+    eos_ids: Collection[int] = ()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        found = lookup(tokens, limit)
+        end = next((i for i, token in enumerate(found, start=1) if token in self.eos_ids), limit)
+        return Proposal(found[:end])
+
+
+@dataclass(frozen=True)
+class DraftPhase:
+    """Algorithm 1's draft phase: a proposer made of a drafter and a controller.
+
+    Attributes:
+      prefetch: whether the drafter's predictions are prefetched.
+      eos_ids: nothing after an end token can be emitted, so none is drafted.
+    """
+
+    drafter: Drafter
+    controller: DraftController
+    picker: TokenPicker
+    engine: Engine
+    timings: Timings
+    prefetch: bool
+    eos_ids: Collection[int]
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        control, residency = self.controller, self.engine.residency
+        committed = len(tokens)
+        drafted: list[int] = []
+        confidences: list[float] = []
+        steps: list[DraftStep] = []
+        step = self._consume(tokens[-1], committed - 1, steps)
+        control.begin_round(
+            step.routes,
+            available=residency.available(),
+            times=self.timings.step_times(),
+            pending=committed - 1,
+        )
+        self._prefetch(step)
+        while len(drafted) < limit:
+            position = committed + len(drafted)
+            token = self.picker.pick(step.logits, position=position)
+            sure = self.picker.confidence(step.logits)
+            looked = control.needs_look(sure)
+            if looked:
+                step = self._consume(token, position, steps)
+            available = residency.available()
+            kept = control.keep(
+                sure,
+                step.routes if looked else None,
+                available=available,
+                hide_budget=self._hidden_loads(limit - len(drafted) - 1, len(available)),
+            )
+            if not kept:
+                break
+            drafted.append(token)
+            confidences.append(sure)
+            if token in self.eos_ids:
+                break
+            if not looked and len(drafted) < limit:
+                step = self._consume(token, position, steps)
+                control.extend(step.routes, available=residency.available())
+            elif not looked:
+                break
+            self._prefetch(step)
+        used = frozenset().union(*(step.used for step in steps))
+        return Proposal(drafted, confidences, [step.routes for step in steps], used)
+
+    def _consume(self, token: int, position: int, steps: list[DraftStep]) -> DraftStep:
+        clock = self.engine.clock
+        began, waited = time.perf_counter(), clock.loads
+        step = self.drafter.consume(token, position=position)
+        seconds = time.perf_counter() - began
+        self.timings.draft_pass(seconds, waited=clock.loads - waited)
+        steps.append(step)
+        return step
+
+    def _prefetch(self, step: DraftStep) -> None:
+        if self.prefetch:
+            self.engine.residency.prefetch(step.routes)
+
+    def _hidden_loads(self, passes_left: int, available: int) -> int:
+        """Loads that can hide behind the draft passes that will run if this token is kept."""
+        if not self.prefetch:
+            return 0
+        in_flight = max(0, available - len(self.engine.residency.resident()))
+        return self.timings.hidden_loads(passes_left, in_flight=in_flight)
