@@ -20,7 +20,8 @@ from dejax.shapes import Pair
 from dejax.spec.accept import accept, draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.sampling import SamplingConfig, TokenPicker
-from infer.engine import ROW_BUCKETS, Engine
+from infer.engine import ROW_BUCKETS
+from infer.engines import EngineLike
 from infer.trace import Round
 
 Mode = Literal["ar", "top-r", "draft-expert"]
@@ -85,7 +86,7 @@ class Drafter(Protocol):
 class PathDrafter:
     """The target's own draft path: shared + top-r experts, and the draft expert if there is one."""
 
-    engine: Engine
+    engine: EngineLike
     r: int
 
     def consume(self, token: int, *, position: int) -> DraftStep:
@@ -125,7 +126,7 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
         raise UsageError(f"mode {options.mode} {needs}: give --draft only with draft-expert")
 
 
-def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
+def make_drafter(engine: EngineLike, options: DecodeOptions) -> Drafter | None:
     """The drafter of a mode, None for `ar`.
 
     Raises:
@@ -138,7 +139,7 @@ def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | None:
 
 
 def decode(
-    engine: Engine,
+    engine: EngineLike,
     prompt: Sequence[int],
     options: DecodeOptions,
     *,
@@ -161,7 +162,7 @@ class _Loop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineLike,
         prompt: Sequence[int],
         options: DecodeOptions,
         sample: int,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,10 +12,13 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.target import Target
 from infer.decode import DecodeOptions, decode, make_drafter
+from infer.callback_engine import CallbackEngine
 from infer.engine import Engine
+from infer.engines import ENGINES, EngineLike, EngineName
 from infer.link import Link, parse_link
 from infer.prefetch import device_form
 from infer.residency import Residency
+from infer.resident import ResidentEngine, load_resident
 from infer.trace import Round
 from infer.units import format_bytes
 
@@ -24,13 +27,15 @@ from infer.units import format_bytes
 class Offload:
     """Where experts live: bytes of the two caches (None: unlimited), and the link they cross.
 
-    `unpack` is where quantised experts are decoded, as in `Residency`.
+    `unpack` is where quantised experts are decoded, as in `Residency`. Engine `resident` needs all of
+    them on the device: its `device_cache` is None, and the rest does not matter.
     """
 
     device_cache: int | None = 0
     host_cache: int | None = None
     link: Link = field(default_factory=lambda: parse_link("real"))
     unpack: Literal["host", "device"] | None = None
+    engine: EngineName = "host"
 
 
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
@@ -80,11 +85,40 @@ def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
         )
 
 
+def check_engine(engine: EngineName, *, strict: bool) -> None:
+    """Refuses what an engine cannot do.
+
+    Raises:
+      UsageError: the engine is unknown, or is to be strict and cannot.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is unknown; expected one of {', '.join(ENGINES)}")
+    if strict and engine != "host":
+        raise UsageError(f"--strict is for --engine host, not {engine}; leave one of them out")
+
+
+def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residency:
+    dtype = np.dtype(target.compute_dtype)
+    size = device_form(store, dtype, offload.unpack).bytes
+    return Residency(
+        store,
+        device_cache_bytes=offload.device_cache,
+        # A store in memory is the host tier already: a cache before it would hold bytes twice.
+        host_cache_bytes=offload.host_cache if store.path is not None else 0,
+        link=offload.link,
+        compute_dtype=dtype,
+        unpack=offload.unpack,
+        # About what the rows of a draft of six need: more is rarely predicted right.
+        prefetch_bytes=4 * target.config.routes_per_token * size,
+    )
+
+
 class Decoder:
     """Engine and residency of one target, for many prompts. A context manager.
 
     Raises:
-      UsageError: the draft experts are another target's, or the experts do not fit the host cache.
+      UsageError: the draft experts are another target's, the experts do not fit the host cache, or
+        the engine cannot do what is asked of it.
     """
 
     def __init__(
@@ -95,30 +129,29 @@ class Decoder:
         offload: Offload | None = None,
         capacity: int | None = None,
         store: ExpertStore | None = None,
+        strict_rows: int | None = None,
     ):
+        """`strict_rows`: every target pass is padded to so many rows (`infer.strict`)."""
         if draft is not None and draft.identity != target.identity:
             raise UsageError(
                 f"the draft experts were trained for target {draft.identity}, not for "
                 f"{target.name} ({target.identity}); distill draft experts for this one"
             )
         offload = Offload() if offload is None else offload
-        config = target.config
-        store = expert_store(target, offload) if store is None else store
-        dtype = np.dtype(target.compute_dtype)
-        size = device_form(store, dtype, offload.unpack).bytes
-        self.residency = Residency(
-            store,
-            device_cache_bytes=offload.device_cache,
-            # A store in memory is the host tier already: a cache before it would hold bytes twice.
-            host_cache_bytes=offload.host_cache if store.path is not None else 0,
-            link=offload.link,
-            compute_dtype=dtype,
-            unpack=offload.unpack,
-            # About what the rows of a draft of six need: more is rarely predicted right.
-            prefetch_bytes=4 * config.routes_per_token * size,
-        )
-        capacity = config.context if capacity is None else min(capacity, config.context)
-        self.engine = Engine(target, self.residency, draft, capacity)
+        check_engine(offload.engine, strict=strict_rows is not None)
+        context = target.config.context
+        capacity = context if capacity is None else min(capacity, context)
+        self.residency: Any
+        self.engine: EngineLike
+        if offload.engine == "resident":
+            cache = offload.device_cache
+            self.residency = load_resident(target, store=store, device_cache=cache)
+            self.engine = ResidentEngine(target, self.residency, draft, capacity)
+        else:
+            store = expert_store(target, offload) if store is None else store
+            self.residency = _residency(target, store, offload)
+            engine = CallbackEngine if offload.engine == "callback" else Engine
+            self.engine = engine(target, self.residency, draft, capacity, rows=strict_rows)
         self.offload = offload
         self._warm: set[tuple[int, int | None]] = set()
 

@@ -26,7 +26,7 @@ from dejax.model import Params, split_layer, split_outer
 from dejax.nn.attention import Cache
 from dejax.shapes import Pair
 from dejax.target import Target
-from infer.residency import Residency
+from infer.engines import ResidencyLike
 from infer.steps import (
     add_experts,
     empty_cache,
@@ -84,13 +84,17 @@ class Engine:
       draft: draft experts, or None.
       capacity: committed tokens a sequence may have (prompt and new tokens together).
       clock: waiting times, reset by the caller.
+      rows: given, every target pass is padded to so many rows (`infer.strict`).
+      layout: how experts lie on the device, named in the stats.
     """
 
     target: Target
-    residency: Residency
+    residency: ResidencyLike
     draft: Draft | None
     capacity: int
     clock: Clock = field(default_factory=Clock)
+    rows: int | None = None
+    layout = LAYOUT
 
     def __post_init__(self):
         model, config = self.target.model, self.target.config
@@ -151,13 +155,18 @@ class Engine:
 
         Runs them on zeros; the experts' store is not touched, and a sequence under way is lost.
         """
-        sizes = [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
         self.begin()
-        for size in [*sizes, PREFILL_ROWS]:
+        for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
             x, routed = self._warm_layers(size)
             if routed:
                 self._warm_buckets(routed, size, r=r)
             self._rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
+
+    def _sizes(self, rows: int, *, drafts: bool) -> list[int]:
+        """The row counts that passes of up to `rows` rows are padded to, drafts included."""
+        if self.rows is not None:
+            return [1, self.rows] if drafts and self.rows > 1 else [self.rows]
+        return [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
 
     def _warm_buckets(self, routed: tuple, size: int, *, r: int | None) -> None:
         """Compiles the expert steps that passes of `size` rows can need."""
@@ -213,7 +222,8 @@ class Engine:
         `parents[i]` is the row that row i follows (-1: the committed sequence); default a chain.
         """
         rows = len(tokens)
-        result = self._pass(tokens, start=start, rows_wanted=rows, kind="demand", parents=parents)
+        block: Any = dict(rows_wanted=rows, kind="demand", parents=parents, size=self.rows)
+        result = self._pass(tokens, start=start, **block)
         self.residency.end_pass()
         return result
 
@@ -312,7 +322,7 @@ class Engine:
 
     def _rows_logits(self, x: Array, rows: int, wanted: int) -> Float[np.ndarray, "R V"]:
         """Logits of the last `wanted` rows, on the host."""
-        if wanted == 1 < x.shape[0]:  # a prefill block, however many of its rows are in use
+        if x.shape[0] == PREFILL_ROWS:  # of a prefill block one row is wanted
             x = take_row(x, jax.device_put(np.int32(rows - 1)))
         logits = self._logits(self._outer, x)
         began = time.perf_counter()
