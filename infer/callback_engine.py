@@ -49,6 +49,7 @@ class Asked:
 
     Attributes:
       num_experts: of a layer; shape: of an expert as it arrives; dtype: the same, by name.
+      group: most experts that one callback brings.
       packing: given, experts arrive as bytes.
     """
 
@@ -57,6 +58,7 @@ class Asked:
     dtype: str
     packing: Packing | None
     activation: ClampedSwiGLU | None
+    group: int
 
     def __call__(
         self,
@@ -69,7 +71,7 @@ class Asked:
         drafts: bool,
     ) -> Float[Array, "R D"]:
         most = min(ids.size, self.num_experts)
-        size = min(most, GROUP)
+        size = min(most, self.group)
         wide = np.dtype(self.dtype).itemsize == 8
         crossing = (
             ((*self.shape, 2), np.dtype(np.uint32)) if wide else (self.shape, np.dtype(self.dtype))
@@ -118,12 +120,12 @@ class CallbackEngine(WholePassEngine):
     def experts_of(self) -> ExpertsOf:
         config, packing = self.target.config, self.residency.packing
         if config.experts is None:
-            return Asked(0, (), "float32", None, None)
+            return Asked(0, (), "float32", None, None, GROUP)
         shape, dtype = config.expert_shape, np.dtype(self.target.compute_dtype)
         if packing is not None:
             shape, dtype = (self.residency.bytes_per_expert,), np.dtype(np.uint8)
         moe = config.experts
-        return Asked(moe.num_experts, tuple(shape), dtype.name, packing, moe.activation)
+        return Asked(moe.num_experts, tuple(shape), dtype.name, packing, moe.activation, GROUP)
 
     def given(self) -> Array:
         return jax.device_put(np.int32(self._number))
@@ -154,7 +156,7 @@ class CallbackEngine(WholePassEngine):
         arrays = [array.view(dtype).reshape(shape) for array in arrays]
         padding = [np.zeros(shape, dtype)] * (size - len(unique))
         padded = np.array([*unique, *[-1] * (size - len(unique))], np.int32)
-        return padded, (*arrays, *padding), np.int32(left)
+        return padded, (*arrays, *padding), np.array(left, np.int32)
 
     def _weights(self, layer: int, unique: list[int], kind: Any) -> Sequence[np.ndarray]:
         if not unique:  # a pass that warms up

@@ -11,10 +11,10 @@ from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.target import Target
-from infer.decode import DecodeOptions, decode, make_drafter
 from infer.callback_engine import CallbackEngine
+from infer.decode import DecodeOptions, decode, make_drafter
 from infer.engine import Engine
-from infer.engines import ENGINES, EngineLike, EngineName
+from infer.engines import EngineLike, EngineName, OnLogits, Watched, check_engine
 from infer.link import Link, parse_link
 from infer.prefetch import device_form
 from infer.residency import Residency
@@ -27,8 +27,8 @@ from infer.units import format_bytes
 class Offload:
     """Where experts live: bytes of the two caches (None: unlimited), and the link they cross.
 
-    `unpack` is where quantised experts are decoded, as in `Residency`. Engine `resident` needs all of
-    them on the device: its `device_cache` is None, and the rest does not matter.
+    `unpack` is where quantised experts are decoded, as in `Residency`. Engine `resident` keeps all
+    experts on the device: its `device_cache` holds them all, and the rest does not matter.
     """
 
     device_cache: int | None = 0
@@ -83,18 +83,6 @@ def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
             f"{name} is not converted and its experts ({format_bytes(size)}) exceed the host cache "
             f"({format_bytes(host_cache)}); run: dejax convert {name} --out DIR"
         )
-
-
-def check_engine(engine: EngineName, *, strict: bool) -> None:
-    """Refuses what an engine cannot do.
-
-    Raises:
-      UsageError: the engine is unknown, or is to be strict and cannot.
-    """
-    if engine not in ENGINES:
-        raise UsageError(f"engine {engine!r} is unknown; expected one of {', '.join(ENGINES)}")
-    if strict and engine != "host":
-        raise UsageError(f"--strict is for --engine host, not {engine}; leave one of them out")
 
 
 def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residency:
@@ -170,12 +158,17 @@ class Decoder:
         *,
         sample: int = 0,
         on_round: Callable[[Round], None] = lambda record: None,
+        on_logits: OnLogits | None = None,
     ) -> tuple[Round, ...]:
-        """Decodes one prompt and returns its trace; `on_round` sees each record as it comes."""
+        """Decodes one prompt and returns its trace; `on_round` sees each record as it comes.
+
+        `on_logits` sees the logits of target passes (`Watched`).
+        """
         drafter = make_drafter(self.engine, options)  # checks the options, so before compiling
         self.warm_up(options)
         records = []
-        for record in decode(self.engine, prompt, options, sample=sample, drafter=drafter):
+        engine = self.engine if on_logits is None else Watched(self.engine, on_logits)
+        for record in decode(engine, prompt, options, sample=sample, drafter=drafter):
             records.append(record)
             on_round(record)
         return tuple(records)

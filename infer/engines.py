@@ -6,16 +6,43 @@ Python (`infer.engine`), `callback` runs a pass as one jitted step that asks for
 the same tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
 
 from dejax.ckpt.expert_codec import Packing
 from dejax.draft.expert import Draft
+from dejax.errors import UsageError
 from dejax.shapes import Pair
 from dejax.target import Target
 
 EngineName = Literal["host", "callback", "resident"]
 ENGINES: tuple[EngineName, ...] = ("host", "callback", "resident")
+
+
+DeviceCache = int | None | Literal["auto"]
+"""Bytes of the device cache, None for all; "auto" is nothing, with engine `resident` all."""
+
+
+def device_cache_bytes(cache: DeviceCache, engine: EngineName) -> int | None:
+    """What a cache is with an engine."""
+    if cache != "auto":
+        return cache
+    return None if engine == "resident" else 0
+
+
+def check_engine(engine: EngineName, *, strict: bool) -> None:
+    """Refuses what an engine cannot do.
+
+    Raises:
+      UsageError: the engine is unknown, or is to be strict and cannot.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is unknown; expected one of {', '.join(ENGINES)}")
+    if strict and engine != "host":
+        raise UsageError(f"--strict is for --engine host, not {engine}; leave one of them out")
 
 
 @runtime_checkable
@@ -83,3 +110,35 @@ class EngineLike(Protocol):
     ) -> Any: ...
 
     def draft_row(self, token: int, *, start: int, r: int) -> Any: ...
+
+
+OnLogits = Callable[[int, Float[np.ndarray, " V"]], None]
+
+
+class Watched:
+    """An engine whose target passes tell their logits: `EngineLike`.
+
+    `on_logits` is called with a position and the logits [V] for the token there. A position is told
+    again if a later pass covers it: what counts is the last time.
+    """
+
+    def __init__(self, engine: EngineLike, on_logits: OnLogits):
+        self._engine, self._on_logits = engine, on_logits
+        self.target, self.residency, self.draft = engine.target, engine.residency, engine.draft
+        self.capacity, self.clock, self.layout = engine.capacity, engine.clock, engine.layout
+        self.begin, self.warm_up, self.draft_row = engine.begin, engine.warm_up, engine.draft_row
+
+    def prefill(self, tokens: Sequence[int]) -> Any:
+        """As `Engine.prefill`."""
+        result = self._engine.prefill(tokens)
+        self._on_logits(len(tokens), result.logits[0])
+        return result
+
+    def target_rows(
+        self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
+    ) -> Any:
+        """As `Engine.target_rows`, of a chain."""
+        result = self._engine.target_rows(tokens, start=start, parents=parents)
+        for row, logits in enumerate(result.logits):
+            self._on_logits(start + 1 + row, logits)
+        return result

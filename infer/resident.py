@@ -7,7 +7,6 @@ it takes: on models of true width the host-driven engine is the faster one there
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dejax.ckpt.expert_codec import Packing
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.config import ClampedSwiGLU
 from dejax.errors import FailedError, UsageError
@@ -39,7 +39,7 @@ class ResidentExperts:
       stacks: layer -> [E, 3, F, D] in the compute dtype.
     """
 
-    packing = None
+    packing: Packing | None = None
 
     def __init__(self, stacks: dict[int, Float[Array, "E 3 _F _D"]]) -> None:
         self.stacks = stacks

@@ -9,8 +9,8 @@ gates come out with one `device_get`.
 
 import time
 from collections.abc import Sequence
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from infer.engine import PREFILL_ROWS, ROW_BUCKETS, Engine, PassResult, bucket
 from infer.steps import visible_rows
 
 
+@runtime_checkable
 class ExpertsOf(Protocol):
     """Routed output [R, D] of a layer, inside the jitted pass; hashable, so that steps are shared.
 
@@ -142,8 +143,11 @@ class WholePassEngine(Engine):
         shown = range(rows - rows_wanted, rows)
         layers = self._moe_layers
         routes = tuple(
-            frozenset((layer, e) for layer, chosen in zip(layers, ids, strict=True)
-                      for e in chosen[row].tolist())
+            frozenset(
+                (layer, e)
+                for layer, chosen in zip(layers, ids, strict=True)
+                for e in chosen[row].tolist()
+            )
             for row in shown
         )
         used = frozenset(
