@@ -36,7 +36,7 @@ from dejax.config import ClampedSwiGLU
 from dejax.nn.experts import experts_of_rows, unique_weights
 from infer.whole_pass import ExpertsOf, WholePassEngine
 
-GROUP = 16
+GROUP = 8
 """Most experts of a layer that one callback brings."""
 
 _NUMBERS = itertools.count()

@@ -56,12 +56,13 @@ def pass_step(
 ):
     """The jitted pass of targets with these definitions; the caches are donated.
 
-    (params, caches, given, like [], inputs, rows []; r, last) -> logits, ids [L, R, K], top gates
-    [L, R], caches. `r` is None in a target pass; `last` asks for the logits of row `rows - 1` only.
+    (params, drafts, caches, given, like [], inputs, rows []; r, last) -> logits, ids [L, R, K], top
+    gates [L, R], caches. In a target pass `r` is None and `drafts` is empty; `last` asks for the
+    logits of row `rows - 1` only.
     """
 
-    def step(params, caches, given, like, inputs, rows, *, r: int | None, last: bool):
-        outer_params, layer_params, draft_params = params
+    def step(params, drafts, caches, given, like, inputs, rows, *, r: int | None, last: bool):
+        outer_params, layer_params = params
         tokens, positions, start, ancestors = inputs
         model = nnx.merge(outer, outer_params)
         x = embed(model, tokens, like.dtype)
@@ -80,8 +81,8 @@ def pass_step(
                 continue
             ids, gates = jnp.where(in_use, routing.ids, -1)[:, :r], routing.gates[:, :r]
             routed = experts(index, h, ids, gates, given, drafts=r is not None)
-            if r is not None and index in draft_params:
-                routed = routed + draft_output(draft_params[index], h)
+            if index in drafts:
+                routed = routed + draft_output(drafts[index], h)
             x = combine(x, always, routed)
             all_ids.append(routing.ids)
             top_gates.append(routing.gates[:, 0])
@@ -89,7 +90,7 @@ def pass_step(
             x = jax.lax.dynamic_slice_in_dim(x, rows - 1, 1)
         return logits_of(model, x), tuple(all_ids), tuple(top_gates), new
 
-    return jax.jit(step, static_argnames=("r", "last"), donate_argnums=1)
+    return jax.jit(step, static_argnames=("r", "last"), donate_argnums=2)
 
 
 class WholePassEngine(Engine):
@@ -100,7 +101,7 @@ class WholePassEngine(Engine):
         outer, params = split_outer(self.target.model)
         splits = [split_layer(layer) for layer in self.target.model.layers]
         definitions = tuple(definition for definition, _ in splits)
-        self._params = (params, [arrays for _, arrays in splits], self._draft_params)
+        self._params = (params, [arrays for _, arrays in splits])
         place = (self.target.config, self._slots, self.experts_of())
         self._step = pass_step(outer, definitions, *place)
         self._given = self.given()
@@ -172,10 +173,10 @@ class WholePassEngine(Engine):
         rows = jax.device_put(np.int32(len(tokens)))
         inputs = self._inputs(tokens, start, parents, size)
         caches, self._caches = self._caches, []  # they are donated
+        drafts = {} if r is None else self._draft_params
+        given = (self._given, self._like, inputs, rows)
         began, loading = time.perf_counter(), self.clock.loads
-        *out, self._caches = self._step(
-            self._params, caches, self._given, self._like, inputs, rows, r=r, last=last
-        )
+        *out, self._caches = self._step(self._params, drafts, caches, *given, r=r, last=last)
         found = jax.device_get(out)
         waited = time.perf_counter() - began
         self.clock.device += max(0.0, waited - (self.clock.loads - loading))
