@@ -1,11 +1,11 @@
 """The callback engine: one jitted step a pass, which asks the host for its experts from inside.
 
-At every MoE layer a `jax.experimental.io_callback` takes the chosen ids to the host, where
-the residency waits for what is missing, and brings back the unique ids (padded with -1) and their
-weights. A layer that may use more than `GROUP` experts asks for one group after another in a loop,
-so that a step holds the weights of one group at a time. A request needs what the one before it
-brought, so that their order needs no token (`ordered=True`), whose making is an implicit copy to
-the device at every pass.
+At every MoE layer a `jax.experimental.io_callback` takes the chosen ids to the host, where the
+residency waits for what is missing, and brings back the unique ids (padded with -1) and their
+weights, out of host memory. A layer that may use more than `GROUP` experts asks for one group after
+another in a loop, so that a step holds the weights of one group at a time. A request needs what the
+one before it brought: their order needs no token (`ordered=True`), whose making is an implicit copy
+to the device at every pass. A step with callbacks is compiled anew in every process.
 
 Three things about callbacks that this file gets around:
 
@@ -172,8 +172,8 @@ class CallbackEngine(WholePassEngine):
         return arrays
 
     def _run(self, *args: Any, **options: Any):
+        self._failure = None
         found = super()._run(*args, **options)
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
         return found

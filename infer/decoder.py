@@ -85,6 +85,11 @@ def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
         )
 
 
+def _host_device() -> Any:
+    """Where host memory is a device of its own; None on a CPU, which is the default device."""
+    return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+
+
 def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residency:
     dtype = np.dtype(target.compute_dtype)
     size = device_form(store, dtype, offload.unpack).bytes
@@ -96,6 +101,8 @@ def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residenc
         link=offload.link,
         compute_dtype=dtype,
         unpack=offload.unpack,
+        # A callback hands host memory over: on an accelerator its experts must not go there first.
+        device=_host_device() if offload.engine == "callback" else None,
         # About what the rows of a draft of six need: more is rarely predicted right.
         prefetch_bytes=4 * target.config.routes_per_token * size,
     )

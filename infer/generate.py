@@ -34,6 +34,7 @@ from infer.link import parse_link
 from infer.output import report
 from infer.prompts import OnBad, count_prompts, encode_prompts, is_text, left_out, read_prompts
 from infer.report import stats
+from infer.resident import check_resident
 from infer.strict import strict_rows
 from infer.trace import Round, write_trace
 from infer.units import format_decimal_bytes
@@ -235,7 +236,11 @@ class Arguments:
         outline = read_outline(self.model)
         drafts = self.draft is not None
         check_options(self.decoding.options(self.mode), outline.config, drafts=drafts)
-        if not outline.converted:
+        if self.decoding.engine == "resident":
+            size = outline.config.routed_params * max(4, held.itemsize)
+            cache = device_cache_bytes(self.decoding.device_cache, "resident")
+            check_resident(outline.name, size, cache)
+        elif not outline.converted:
             size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
             check_host_cache(outline.name, size, self.decoding.host_cache)
         return None if self.draft is None else resolve_draft(self.draft, outline)

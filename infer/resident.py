@@ -97,6 +97,20 @@ class ResidentExperts:
         return []
 
 
+def check_resident(name: str, size: int, cache: int | None) -> None:
+    """Refuses a device cache that does not hold all routed experts, `size` bytes as computed with.
+
+    Raises:
+      UsageError: it does not (None holds any number).
+    """
+    if cache is not None and size > cache:
+        raise UsageError(
+            f"engine resident keeps all experts of {name} on the device ({format_bytes(size)}), "
+            f"--device-cache allows {format_bytes(cache)}; give --device-cache all, or take "
+            "--engine host"
+        )
+
+
 def load_resident(
     target: Target, *, store: ExpertStore | None = None, device_cache: int | None = None
 ) -> ResidentExperts:
@@ -107,13 +121,7 @@ def load_resident(
       FailedError: an expert cannot be read (names layer, expert and file).
     """
     config, dtype = target.config, np.dtype(target.compute_dtype)
-    size = config.routed_params * dtype.itemsize
-    if device_cache is not None and size > device_cache:
-        raise UsageError(
-            f"engine resident keeps all experts of {target.name} on the device "
-            f"({format_bytes(size)}), --device-cache allows {format_bytes(device_cache)}; give "
-            "--device-cache all, or take --engine host"
-        )
+    check_resident(target.name, config.routed_params * dtype.itemsize, device_cache)
     store = target.store if store is None else store
     if store is None or not config.moe_layers:
         stacks = (target.routed or {}).items()

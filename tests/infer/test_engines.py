@@ -121,8 +121,9 @@ SAMPLINGS = (SamplingConfig(), SamplingConfig(temperature=1.0, seed=4, top_k=9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", ["shared", "bare", "groups"])
+@pytest.mark.parametrize(
+    ("shape", "mode"), [*(("shared", mode) for mode in MODES), ("bare", "top-r")]
+)
 def test_no_cache_prefetch_or_sampling_changes_a_token(shape, mode):
     target = random_target(shape)
     experts = len(target.config.moe_layers) * target.config.moe.num_experts
@@ -138,7 +139,7 @@ def test_no_cache_prefetch_or_sampling_changes_a_token(shape, mode):
                 reference = tokens_of(decode_with(host, "ar", **common))
                 for engine, cache, prefetch in runs:
                     decoder = decoders[engine, cache]
-                    trace = decode_with(decoder, mode, r=2, prefetch=prefetch, k=4, **common)
+                    trace = decode_with(decoder, mode, r=2, prefetch=prefetch, k=2, **common)
                     assert tokens_of(trace) == reference, (engine, cache, prefetch)
 
 
@@ -165,11 +166,12 @@ def passes(folder, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*FAMILIES, "gpt-oss-clamped", "qwen3-moe-dense-between"],
+    [*FAMILIES, "gpt-oss-clamped"],
 )
 def test_passes_of_every_family_are_those_of_the_host_engine(tmp_path, name):
     """Latent attention and grouped, windows, sinks, biases, dense layers; rows in a tree."""
-    folder = write_folder(tmp_path / "m", raw_config(name, num_hidden_layers=3))
+    layers = {} if name == "gpt-oss-clamped" else {"num_hidden_layers": 2}
+    folder = write_folder(tmp_path / "m", raw_config(name, **layers))
     for engine in ("callback", "resident"):
         for result, host in zip(passes(folder, engine), passes(folder, "host"), strict=True):
             np.testing.assert_allclose(result.logits, host.logits, rtol=0, atol=TOLERANCE)
@@ -204,7 +206,7 @@ def test_after_warm_up_nothing_compiles_and_warm_up_loads_nothing(engine):
     """Of dimensions that no other test uses, so that nothing has been compiled before."""
     config = dataclasses.replace(random_target("bare").config, width=28, vocab_size=52)
     target = random_target(config)
-    for mode in MODES:
+    for mode in ("top-r", "draft-expert")[engine == "callback" :]:
         options = DecodeOptions(
             mode=mode, max_new_tokens=12, control=ControlConfig(draft_length=2, truncate=False)
         )
