@@ -40,7 +40,7 @@ def piece_sizes(buckets: Sequence[int], expert_bytes: int) -> tuple[int, ...]:
 
     Fewer bytes than `PIECE_BYTES` would take longer to ask for than to compute.
     """
-    least = -(-PIECE_BYTES // expert_bytes)
+    least = -(-PIECE_BYTES // max(expert_bytes, 1))
     if least == 1:
         return tuple(b for b in buckets if b in PIECES)
     return tuple(b for b in buckets if b >= least)[:1]

@@ -18,7 +18,7 @@ from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.sampling import SamplingConfig, TokenPicker
 from infer.buckets import ROW_BUCKETS
 from infer.drafters import Drafter, DraftPhase, NGramProposer, PathDrafter, Proposal, Proposer
-from infer.engine import Engine
+from infer.engines import EngineLike
 from infer.timing import Pace
 from infer.trace import Round
 
@@ -88,7 +88,7 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
         raise UsageError("mode draft-expert needs draft experts: give --draft")
 
 
-def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | Proposer | None:
+def make_drafter(engine: EngineLike, options: DecodeOptions) -> Drafter | Proposer | None:
     """The drafter of a mode, None for `ar`.
 
     Raises:
@@ -104,7 +104,7 @@ def make_drafter(engine: Engine, options: DecodeOptions) -> Drafter | Proposer |
 
 
 def decode(
-    engine: Engine,
+    engine: EngineLike,
     prompt: Sequence[int],
     options: DecodeOptions,
     *,
@@ -129,7 +129,7 @@ class _Loop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineLike,
         prompt: Sequence[int],
         options: DecodeOptions,
         sample: int,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,10 +12,13 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.governor import Decision, Governor
 from dejax.target import Target
+from infer.callback_engine import CallbackEngine
 from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
 from infer.engine import Engine
+from infer.engines import EngineLike, EngineName, OnLogits, Watched, check_engine
 from infer.link import Link, parse_link
 from infer.residency import Residency
+from infer.resident import ResidentEngine, load_resident
 from infer.staging import device_form
 from infer.timing import Pace
 from infer.trace import Round
@@ -26,12 +29,16 @@ from infer.units import format_bytes
 class Offload:
     """Where experts live, and how they get to the device.
 
+    Engine `resident` keeps all experts on the device: its `device_cache` holds them all, and links,
+    readers and looking ahead do not matter.
+
     Attributes:
       device_cache, host_cache: bytes of the two caches (None: unlimited).
       link: what experts cross.
       unpack: where experts become numbers of the compute dtype, as in `Residency`.
       readers: threads that make transfers.
       look_ahead: whether target passes ask for what the next layer will probably use.
+      engine: how passes run (`infer.engines`).
     """
 
     device_cache: int | None = 0
@@ -40,6 +47,7 @@ class Offload:
     unpack: Literal["host", "device"] | None = None
     readers: int = 2
     look_ahead: bool = False
+    engine: EngineName = "host"
 
 
 def expert_store(target: Target, offload: Offload) -> ExpertStore:
@@ -89,11 +97,36 @@ def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
         )
 
 
+def _host_device() -> Any:
+    """Where host memory is a device of its own; None on a CPU, which is the default device."""
+    return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+
+
+def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residency:
+    dtype = np.dtype(target.compute_dtype)
+    size = device_form(store, dtype, offload.unpack).bytes
+    return Residency(
+        store,
+        device_cache_bytes=offload.device_cache,
+        # A store in memory is the host tier already: a cache before it would hold bytes twice.
+        host_cache_bytes=offload.host_cache if store.path is not None else 0,
+        link=offload.link,
+        compute_dtype=dtype,
+        unpack=offload.unpack,
+        readers=offload.readers,
+        # A callback hands host memory over: on an accelerator its experts must not go there first.
+        device=_host_device() if offload.engine == "callback" else None,
+        # About what the rows of a draft of six need: more is rarely predicted right.
+        prefetch_bytes=4 * target.config.routes_per_token * size,
+    )
+
+
 class Decoder:
     """Engine and residency of one target, for many prompts. A context manager.
 
     Raises:
-      UsageError: the draft experts are another target's, or the experts do not fit the host cache.
+      UsageError: the draft experts are another target's, the experts do not fit the host cache, or
+        the engine cannot do what is asked of it.
     """
 
     def __init__(
@@ -104,33 +137,37 @@ class Decoder:
         offload: Offload | None = None,
         capacity: int | None = None,
         store: ExpertStore | None = None,
+        strict_rows: int | None = None,
         on_decision: Callable[[Decision], None] = lambda decision: None,
     ):
-        """`on_decision` is told what the governor of a decode with one makes of drafting."""
+        """A decoder of one target.
+
+        `strict_rows`: every target pass is padded to so many rows (`infer.strict`). `on_decision`
+        is told what the governor of a decode with one makes of drafting.
+        """
         if draft is not None and draft.identity != target.identity:
             raise UsageError(
                 f"the draft experts were trained for target {draft.identity}, not for "
                 f"{target.name} ({target.identity}); distill draft experts for this one"
             )
         offload = Offload() if offload is None else offload
-        config = target.config
-        store = expert_store(target, offload) if store is None else store
-        dtype = np.dtype(target.compute_dtype)
-        size = device_form(store, dtype, offload.unpack).bytes
-        self.residency = Residency(
-            store,
-            device_cache_bytes=offload.device_cache,
-            # A store in memory is the host tier already: a cache before it would hold bytes twice.
-            host_cache_bytes=offload.host_cache if store.path is not None else 0,
-            link=offload.link,
-            compute_dtype=dtype,
-            unpack=offload.unpack,
-            readers=offload.readers,
-            # About what the rows of a draft of six need: more is rarely predicted right.
-            prefetch_bytes=4 * config.routes_per_token * size,
-        )
-        capacity = config.context if capacity is None else min(capacity, config.context)
-        self.engine = Engine(target, self.residency, draft, capacity, offload.look_ahead)
+        check_engine(offload.engine, strict=strict_rows is not None)
+        context = target.config.context
+        capacity = context if capacity is None else min(capacity, context)
+        self.residency: Any
+        self.engine: EngineLike
+        if offload.engine == "resident":
+            cache = offload.device_cache
+            self.residency = load_resident(target, store=store, device_cache=cache)
+            self.engine = ResidentEngine(target, self.residency, draft, capacity)
+        else:
+            store = expert_store(target, offload) if store is None else store
+            self.residency = _residency(target, store, offload)
+            given = (target, self.residency, draft, capacity)
+            if offload.engine == "callback":
+                self.engine = CallbackEngine(*given)
+            else:
+                self.engine = Engine(*given, look_ahead=offload.look_ahead, rows=strict_rows)
         self.offload = offload
         self._warm: set[tuple[int, int | None]] = set()
         self._on_decision = on_decision
@@ -152,15 +189,18 @@ class Decoder:
         *,
         sample: int = 0,
         on_round: Callable[[Round], None] = lambda record: None,
+        on_logits: OnLogits | None = None,
     ) -> tuple[Round, ...]:
-        """Decodes one prompt and returns its trace; `on_round` sees each record as it comes."""
+        """Decodes one prompt and returns its trace; `on_round` sees each record as it comes.
+
+        `on_logits` sees the logits of target passes (`Watched`).
+        """
         drafter = make_drafter(self.engine, options)  # checks the options, so before compiling
         self.warm_up(options)
         records = []
         pace = self._pace(options)
-        for record in decode(
-            self.engine, prompt, options, sample=sample, drafter=drafter, pace=pace
-        ):
+        engine = self.engine if on_logits is None else Watched(self.engine, on_logits)
+        for record in decode(engine, prompt, options, sample=sample, drafter=drafter, pace=pace):
             records.append(record)
             on_round(record)
         return tuple(records)

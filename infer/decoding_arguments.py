@@ -16,7 +16,9 @@ from infer.arguments import (
     number,
 )
 from infer.decode import DecodeOptions, Mode
+from infer.engines import DeviceCache, EngineName, check_engine
 from infer.link import parse_link
+from infer.units import format_bytes, parse_bytes
 
 Budget = int | Literal["cache", "off"]
 HALF = "half of what a token uses"
@@ -59,6 +61,11 @@ def parse_budget(text: str) -> Budget:
     return non_negative_int(text)
 
 
+def show_device_cache(value: DeviceCache) -> str:
+    """What the default is."""
+    return "0, with engine resident all" if value == "auto" else format_bytes(value)
+
+
 @dataclass(frozen=True)
 class DecodingArguments:
     """Options of `infer.generate.generate`, as flags."""
@@ -91,7 +98,11 @@ class DecodingArguments:
     """Probability (0 to 1) with which controller random keeps a drafted token."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
-    device_cache: Bytes = 0
+    engine: EngineName = "host"
+    """How a pass runs: layer by layer, in one step that calls for experts, or that has them all."""
+    strict: bool = False
+    """Pad every target pass to one shape: logits bitwise those of mode ar --strict (slower)."""
+    device_cache: Annotated[DeviceCache, ParsedBy(parse_bytes, "BYTES", show_device_cache)] = "auto"
     """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
     host_cache: Bytes = None
     """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
@@ -102,6 +113,7 @@ class DecodingArguments:
 
     def __post_init__(self):
         self.options("top-r")  # its own checks
+        check_engine(self.engine, strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -134,5 +146,6 @@ class DecodingArguments:
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "prefetch", "device_cache", "host_cache", "link", "chat")
+        names = (*names, "prefetch", "engine", "strict")
+        names = (*names, "device_cache", "host_cache", "link", "chat")
         return {name: getattr(self, name) for name in names}

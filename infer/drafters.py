@@ -17,7 +17,7 @@ from dejax.shapes import Pair
 from dejax.spec.control import DraftController
 from dejax.spec.ngram import lookup
 from dejax.spec.sampling import TokenPicker
-from infer.engine import Engine
+from infer.engines import EngineLike
 from infer.timing import Timings
 
 
@@ -74,7 +74,7 @@ class Proposer(Protocol):
 class PathDrafter:
     """The target's own draft path: shared + top-r experts, and the draft expert if there is one."""
 
-    engine: Engine
+    engine: EngineLike
     r: int
 
     def consume(self, token: int, *, position: int) -> DraftStep:
@@ -110,7 +110,7 @@ class DraftPhase:
     drafter: Drafter
     controller: DraftController
     picker: TokenPicker
-    engine: Engine
+    engine: EngineLike
     timings: Timings
     prefetch: bool
     eos_ids: Collection[int]

@@ -32,8 +32,8 @@ from dejax.nn.attention import Cache
 from dejax.shapes import Pair
 from dejax.target import Target
 from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
+from infer.engines import ResidencyLike
 from infer.prefetch import Arrivals
-from infer.residency import Residency
 from infer.steps import (
     add_experts,
     empty_cache,
@@ -86,14 +86,18 @@ class Engine:
       capacity: committed tokens a sequence may have (prompt and new tokens together).
       look_ahead: whether target passes ask for what the next layer will probably use.
       clock: waiting times, reset by the caller.
+      rows: given, every target pass is padded to so many rows (`infer.strict`).
+      layout: how experts lie on the device, named in the stats.
     """
 
     target: Target
-    residency: Residency
+    residency: ResidencyLike
     draft: Draft | None
     capacity: int
     look_ahead: bool = False
     clock: Clock = field(default_factory=Clock)
+    rows: int | None = None
+    layout = LAYOUT
 
     def __post_init__(self):
         model, config = self.target.model, self.target.config
@@ -126,7 +130,9 @@ class Engine:
         self._add_experts = partial(add_experts, **options)
         self._sum_experts = partial(sum_experts, **options)
         self._buckets = expert_buckets(config, self.residency.bytes_per_expert)
-        self._pieces = piece_sizes(self._buckets, self.residency.bytes_per_expert)
+        # Strictly, how experts are grouped must not depend on when they come.
+        pieces = piece_sizes(self._buckets, self.residency.bytes_per_expert)
+        self._pieces = () if self.rows is not None else pieces
         self._caches: list[Cache] = []
 
     def begin(self) -> None:
@@ -161,13 +167,18 @@ class Engine:
 
         Runs them on zeros; the experts' store is not touched, and a sequence under way is lost.
         """
-        sizes = [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
         self.begin()
-        for size in [*sizes, PREFILL_ROWS]:
+        for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
             x, routed = self._warm_layers(size)
             if routed:
                 self._warm_buckets(routed, size, r=r)
             self._rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
+
+    def _sizes(self, rows: int, *, drafts: bool) -> list[int]:
+        """The row counts that passes of up to `rows` rows are padded to, drafts included."""
+        if self.rows is not None:
+            return [1, self.rows] if drafts and self.rows > 1 else [self.rows]
+        return [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
 
     def _warm_buckets(self, routed: tuple, size: int, *, r: int | None) -> None:
         """Compiles the expert steps that passes of `size` rows can need."""
@@ -230,7 +241,8 @@ class Engine:
         `parents[i]` is the row that row i follows (-1: the committed sequence); default a chain.
         """
         rows = len(tokens)
-        result = self._pass(tokens, start=start, rows_wanted=rows, kind="demand", parents=parents)
+        block: Any = dict(rows_wanted=rows, kind="demand", parents=parents, size=self.rows)
+        result = self._pass(tokens, start=start, **block)
         self.residency.end_pass()
         return result
 
@@ -356,7 +368,7 @@ class Engine:
         self, x: Array, rows: int, wanted: int, more: Any = ()
     ) -> tuple[Float[np.ndarray, "R V"], Any]:
         """Logits of the last `wanted` rows, on the host, and `more` arrays."""
-        if wanted == 1 < x.shape[0]:  # a prefill block, however many of its rows are in use
+        if x.shape[0] == PREFILL_ROWS:  # of a prefill block one row is wanted
             x = take_row(x, jax.device_put(np.int32(rows - 1)))
         logits = self._logits(self._outer, x)
         began = time.perf_counter()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from dejax.ckpt.draft_state import resolve_draft
@@ -29,11 +30,13 @@ from infer.console import progress, say
 from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
 from infer.decoding_arguments import DecodingArguments
-from infer.engine import LAYOUT
+from infer.engines import DeviceCache, EngineName, device_cache_bytes
 from infer.link import parse_link
 from infer.output import report
 from infer.prompts import OnBad, count_prompts, encode_prompts, is_text, left_out, read_prompts
 from infer.report import stats
+from infer.resident import check_resident
+from infer.strict import strict_rows
 from infer.trace import Round, write_trace
 from infer.units import format_decimal_bytes
 
@@ -65,9 +68,14 @@ class Generation:
 
 
 def to_generation(
-    target: Target, prompt: dict[str, Any], ids: list[int], trace: tuple[Round, ...], options: Any
+    target: Target,
+    prompt: dict[str, Any],
+    ids: list[int],
+    trace: tuple[Round, ...],
+    options: Any,
+    ran: dict[str, Any],
 ) -> Generation:
-    """The result of one prompt, from its trace."""
+    """The result of one prompt, from its trace; `ran` tells the engine, for the statistics."""
     tokens = [token for record in trace for token in record.emitted]
     text = ""
     if target.tokenizer is not None:
@@ -81,10 +89,16 @@ def to_generation(
         finish_reason=str(trace[-1].finish_reason),
         mode=options.mode,
         lossless=True,
-        stats=stats(trace) | {"layout": LAYOUT},
+        stats=stats(trace) | ran,
         trace=trace,
         passed_through={k: v for k, v in prompt.items() if k not in ("id", "prompt")},
     )
+
+
+def capacity_of(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Committed tokens that the longest prompt may come to, in steps that calls have in common."""
+    longest = max(map(len, prompts), default=1) + max_new_tokens
+    return -(-longest // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def generate(
@@ -102,12 +116,15 @@ def generate(
     control: ControlConfig | None = None,
     prefetch: bool = True,
     governor: bool = True,
-    device_cache: int | None = 0,
+    engine: EngineName = "host",
+    strict: bool = False,
+    device_cache: DeviceCache = "auto",
     host_cache: int | None = None,
     link: str = "real",
     chat: bool = True,
     on_decision: Callable[[Decision], None] = lambda decision: None,
     on_round: Callable[[int, Round], None] = lambda index, record: None,
+    on_logits: Callable[[int, int, Any], None] | None = None,
     on_bad: OnBad | None = None,
     aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Generation]:
@@ -120,11 +137,16 @@ def generate(
       mode: "ar", "top-r", "draft-expert" or "n-gram"; r: routed experts the drafter keeps.
       control: draft length and stop rule.
       governor: measure whether drafting pays, and do not draft while it does not.
-      device_cache, host_cache: bytes of experts to keep, None for all, 0 for none.
+      engine: "host", "callback" or "resident" (`infer.engines`).
+      strict: logits are bitwise those of mode "ar" with strict and the same draft length
+        (`infer.strict`).
+      device_cache, host_cache: bytes of experts to keep, None for all, 0 for none; "auto" is 0,
+        with engine "resident" all.
       link: "real" or "sim:GBPS[,LATENCY_US]".
       chat: use the tokenizer's chat template.
       on_decision: told what the governor makes of drafting.
       on_round: called with the prompt's index and each trace record.
+      on_logits: called with the prompt's index, a position and its logits (`Watched`).
       on_bad: given, a prompt that cannot be decoded or that fails is told to it and left out.
       aside: given what is done before the first token, makes the context it is done in.
 
@@ -143,23 +165,35 @@ def generate(
     )
     check_options(options, target.config, drafts=draft is not None)
     encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
-    longest = max((len(ids) for _, ids in encoded), default=1) + max_new_tokens
-    capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
-    offload = Offload(device_cache=device_cache, host_cache=host_cache, link=parse_link(link))
+    capacity = capacity_of([ids for _, ids in encoded], max_new_tokens)
+    offload = Offload(
+        device_cache=device_cache_bytes(device_cache, engine),
+        host_cache=host_cache,
+        link=parse_link(link),
+        engine=engine,
+    )
+    rows = strict_rows(options.control.draft_length) if strict else None
     results = []
     with ExitStack() as stack:
         with aside("compiling"):
             decoder = Decoder(
-                target, draft=draft, offload=offload, capacity=capacity, on_decision=on_decision
+                target,
+                draft=draft,
+                offload=offload,
+                capacity=capacity,
+                strict_rows=rows,
+                on_decision=on_decision,
             )
             stack.enter_context(decoder)
             if encoded:
                 decoder.warm_up(options)
+        ran = {"engine": engine, "layout": decoder.engine.layout, "strict_rows": rows}
         for index, (record, ids) in enumerate(encoded):
+            watch = None if on_logits is None else partial(on_logits, index)
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
             with left_out(record["id"], on_bad):
-                trace = decoder.run(ids, options, on_round=seen)
-                results.append(to_generation(target, record, ids, trace, options))
+                trace = decoder.run(ids, options, on_round=seen, on_logits=watch)
+                results.append(to_generation(target, record, ids, trace, options, ran))
     return results
 
 
@@ -215,7 +249,11 @@ class Arguments:
         outline = read_outline(self.model)
         drafts = self.draft is not None
         check_options(self.decoding.options(self.mode), outline.config, drafts=drafts)
-        if not outline.converted:
+        if self.decoding.engine == "resident":
+            size = outline.config.routed_params * max(4, held.itemsize)
+            cache = device_cache_bytes(self.decoding.device_cache, "resident")
+            check_resident(outline.name, size, cache)
+        elif not outline.converted:
             size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
             check_host_cache(outline.name, size, self.decoding.host_cache)
         return None if self.draft is None else resolve_draft(self.draft, outline)

@@ -1,50 +1,233 @@
-"""One jitted autoregressive step with every expert resident: no host in between.
+"""The resident engine: every expert on the device, one jitted step a pass, no host in between.
 
-The reference for the host loop's overhead. It computes what the engine computes, from the same
-layer functions, with the chosen experts gathered on the device; on models of true width the gather
-copies weights and the host loop is the faster one.
+It computes what the host-driven engine computes, from the same layer functions, with the chosen
+experts taken from one [E, 3, F, D] array a layer inside the step. On a CPU that copies the weights
+it takes: on models of true width the host-driven engine is the faster one there.
 """
 
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dejax.config import ModelConfig
-from dejax.model import (
-    attend_cached,
-    combine,
-    embed,
-    logits_of,
-    route,
-    split_layer,
-    split_outer,
-    with_window,
-)
-from dejax.nn.attention import init_cache
-from dejax.nn.experts import expert_output
+from dejax.ckpt.expert_codec import Packing
+from dejax.ckpt.expert_store import ExpertStore
+from dejax.config import ClampedSwiGLU
+from dejax.errors import FailedError, UsageError
+from dejax.nn.experts import expert_output, experts_of_tokens
+from dejax.shapes import Pair
 from dejax.target import Target
+from infer.buckets import PREFILL_ROWS
+from infer.console import progress
+from infer.link import parse_link
+from infer.prefetch import Arrivals, Slot
+from infer.residency import Residency
+from infer.staging import DeviceForm
+from infer.units import format_bytes
+from infer.whole_pass import ExpertsOf, WholePassEngine
+
+LAYOUT = "stacks [E, 3, F, D]: gate and up [F, D], down transposed [F, D]"
 
 
-def _gathered(h: Float[Array, "1 D"], ids, gates, stack: Float[Array, "E 3 _F _D"], activation):
-    """Routed output of one row: its experts in ascending id, as everywhere."""
-    order = jnp.argsort(ids[0])
-    y = jnp.zeros_like(h)
-    for index in range(ids.shape[1]):
-        expert = order[index]
-        weights, record = gates[0, expert][None], stack[ids[0, expert]]
-        y = y + expert_output(h, record, weights=weights, activation=activation)
-    return y
+class ResidentExperts:
+    """A residency that holds every expert on the device and moves none: `ResidencyLike`.
+
+    Attributes:
+      stacks: layer -> [E, 3, F, D] in the compute dtype.
+      form: of an expert.
+    """
+
+    packing: Packing | None = None
+
+    def __init__(self, stacks: dict[int, Float[Array, "E 3 _F _D"]]) -> None:
+        self.stacks = stacks
+        some = next(iter(stacks.values()), None)
+        shape, dtype = ((), np.float32) if some is None else (some.shape[1:], some.dtype)
+        self.form = DeviceForm(None, np.dtype(dtype), tuple(shape))
+        self.bytes_per_expert = self.form.bytes
+        self._pairs = {(layer, e) for layer, stack in stacks.items() for e in range(len(stack))}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all experts on the device."""
+        return sum(stack.nbytes for stack in self.stacks.values())
+
+    peak_device_bytes = device_bytes
+
+    def acquire(self, layer: int, ids: Sequence[int], *, kind: Any) -> list[Array]:
+        """Experts `ids` of `layer`, in that order."""
+        return self.request(layer, ids, kind=kind).take(len(ids))
+
+    def request(self, layer: int, ids: Sequence[int], *, kind: Any) -> Arrivals:
+        """The same, arrived already."""
+        slots = [Slot((layer, expert), kind, 0.0) for expert in ids]
+        for slot in slots:
+            slot.array = self.stacks[layer][slot.pair[1]]
+            slot.done.set()
+        return Arrivals(slots)
+
+    def prefetch(self, pairs: Iterable[Pair], *, ahead: bool = False) -> None:
+        """Nothing is to be moved."""
+
+    def release(self, layer: int) -> None:
+        """Nothing is let go of; so with `end_pass` and `end_round`."""
+
+    def end_pass(self) -> None: ...
+
+    def begin_round(self) -> None:
+        """Raises FailedError if the experts were dropped."""
+        if len(self.stacks) == 0 < len(self._pairs):
+            raise FailedError("the residency is closed")
+
+    def end_round(self) -> None: ...
+
+    def close(self) -> None:
+        """Drops the experts."""
+        self.stacks.clear()
+
+    def is_available(self, pair: Pair) -> bool:
+        """Whether there is such an expert."""
+        return pair in self._pairs
+
+    def available(self) -> set[Pair]:
+        """All pairs; so with `resident`."""
+        return set(self._pairs)
+
+    def resident(self) -> set[Pair]:
+        return set(self._pairs)
+
+    def prefetched(self) -> set[Pair]:
+        """None."""
+        return set()
+
+    def take_events(self) -> list[Any]:
+        """None: nothing is loaded."""
+        return []
+
+
+def check_resident(name: str, size: int, cache: int | None) -> None:
+    """Refuses a device cache that does not hold all routed experts, `size` bytes as computed with.
+
+    Raises:
+      UsageError: it does not (None holds any number).
+    """
+    if cache is not None and size > cache:
+        raise UsageError(
+            f"engine resident keeps all experts of {name} on the device ({format_bytes(size)}), "
+            f"--device-cache allows {format_bytes(cache)}; give --device-cache all, or take "
+            "--engine host"
+        )
+
+
+def load_resident(
+    target: Target, *, store: ExpertStore | None = None, device_cache: int | None = None
+) -> ResidentExperts:
+    """All routed experts of a target on the device, from the store if it has one.
+
+    Raises:
+      UsageError: they are more bytes than the device cache may hold (None: any).
+      FailedError: an expert cannot be read (names layer, expert and file).
+    """
+    config, dtype = target.config, np.dtype(target.compute_dtype)
+    check_resident(target.name, config.routed_params * dtype.itemsize, device_cache)
+    store = target.store if store is None else store
+    if store is None or not config.moe_layers:
+        stacks = (target.routed or {}).items()
+        return ResidentExperts({layer: stack.astype(dtype) for layer, stack in stacks})
+    # Through a residency that keeps nothing: reads are checked, tried again and reported there.
+    loader = Residency(
+        store,
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        link=parse_link("real"),
+        compute_dtype=dtype,
+        prefetch_bytes=0,
+        unpack="host",
+    )
+    loaded, experts = {}, range(config.moe.num_experts)
+    with loader, progress("load experts", len(store.pairs), "experts") as bar:
+        for layer in config.moe_layers:
+            loaded[layer] = _stack(*loader.acquire(layer, experts, kind="demand"))
+            loader.end_pass()
+            bar.advance(len(experts))
+    return ResidentExperts(loaded)
+
+
+@jax.jit
+def _stack(*experts: Array) -> Array:
+    return jnp.stack(experts)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Experts from the stacks, added in ascending id as everywhere."""
+
+    activation: ClampedSwiGLU | None
+
+    def __call__(
+        self,
+        layer: int,
+        h: Float[Array, "R D"],
+        ids: Int[Array, "R K"],
+        gates: Float[Array, "R K"],
+        given: dict[int, Float[Array, "E 3 _F _D"]],
+        *,
+        drafts: bool,
+    ) -> Float[Array, "R D"]:
+        stack = given[layer]
+        if len(h) == 1:
+            return self._one_row(h, ids[0], gates[0], stack)
+        if len(h) == PREFILL_ROWS:
+            return experts_of_tokens(h, ids, gates, stack, block=16, activation=self.activation)
+        return self._few_rows(h, ids, gates, stack)
+
+    def _one_row(self, h, ids, gates, stack):
+        """Slices of the chosen experts, without a loop."""
+        order, y = jnp.argsort(ids), jnp.zeros_like(h)
+        for index in range(len(ids)):
+            chosen = order[index]
+            record, weights = stack[ids[chosen]], gates[chosen][None]
+            y = y + expert_output(h, record, weights=weights, activation=self.activation)
+        return y
+
+    def _few_rows(self, h, ids, gates, stack):
+        """A loop over the unique experts, each read once for all rows."""
+        experts = len(stack)
+        hit = jnp.zeros(experts + 1, bool).at[jnp.where(ids < 0, experts, ids)].set(True)[:-1]
+        (unique,) = jnp.nonzero(hit, size=min(ids.size, experts), fill_value=0)
+
+        def add(index, y):
+            weights = jnp.sum(jnp.where(ids == unique[index], gates, 0), axis=1)
+            record = stack[unique[index]]
+            return y + expert_output(h, record, weights=weights, activation=self.activation)
+
+        count = jnp.sum(hit, dtype=jnp.int32)
+        return jax.lax.fori_loop(jnp.zeros_like(count), count, add, jnp.zeros_like(h))
+
+
+class ResidentEngine(WholePassEngine):
+    """One jitted step a pass over `ResidentExperts`, which its `residency` must be."""
+
+    layout = LAYOUT
+
+    def experts_of(self) -> ExpertsOf:
+        experts = self.target.config.experts
+        return Gathered(None if experts is None else experts.activation)
+
+    def given(self) -> dict[int, Array]:
+        assert isinstance(self.residency, ResidentExperts)
+        return self.residency.stacks
 
 
 class ResidentDecoder:
-    """Greedy autoregressive decoding with one jitted step a token.
+    """Greedy autoregressive decoding with one jitted step a token, without the decode loop.
+
+    The reference for what loop and host cost.
 
     Raises:
       AssertionError: the target's experts are not loaded (`target.routed` is None).
@@ -52,61 +235,18 @@ class ResidentDecoder:
 
     def __init__(self, target: Target, capacity: int):
         assert target.routed is not None
-        self.target, self.capacity = target, capacity
-        outer_def, outer = split_outer(target.model)
-        splits = [split_layer(layer) for layer in target.model.layers]
-        self._params = (outer, [params for _, params in splits], target.routed)
-        definitions = [definition for definition, _ in splits]
-        step = partial(_step, outer_def, definitions, target.config, target.compute_dtype, capacity)
-        self._step = jax.jit(step, donate_argnums=1)
+        self._engine = ResidentEngine(target, load_resident(target), None, capacity)
 
     def decode(self, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
         """The greedy continuation, `new_tokens` long, and the seconds all but its first token took.
 
         End tokens do not stop it.
         """
-        config, dtype = self.target.config, self.target.compute_dtype
-        make = jax.jit(lambda: init_cache(config.attention, self.capacity, dtype))
-        caches: Any = [make() for _ in range(config.num_layers)]
-        tokens, began = list(prompt), 0.0
-        for index in range(len(prompt) + new_tokens - 1):
-            inputs = jax.device_put((np.int32(tokens[index]), np.int32(index)))
-            choice, caches = self._step(self._params, caches, *inputs)
-            if index + 1 >= len(prompt):
-                tokens.append(int(jax.device_get(choice)))
-            if index + 1 == len(prompt):
-                began = time.perf_counter()
+        engine, tokens = self._engine, list(prompt)
+        engine.begin()
+        result, began = engine.prefill(tokens), time.perf_counter()
+        for _ in range(new_tokens - 1):
+            tokens.append(int(np.argmax(result.logits[0])))
+            result = engine.target_rows(tokens[-1:], start=len(tokens) - 1)
+        tokens.append(int(np.argmax(result.logits[0])))
         return tokens[len(prompt) :], time.perf_counter() - began
-
-
-def _step(
-    outer_def: nnx.GraphDef,
-    definitions: list[nnx.GraphDef],
-    config: ModelConfig,
-    dtype: Any,
-    capacity: int,
-    params: Any,
-    caches: list,
-    token: Int[Array, ""],
-    index: Int[Array, ""],
-) -> tuple[Int[Array, ""], list]:
-    """The greedy next token after `token` at `index`, and the caches with its KV."""
-    outer_params, layer_params, routed = params
-    outer = nnx.merge(outer_def, outer_params)
-    x = embed(outer, token[None], dtype)
-    slots = jnp.arange(capacity)
-    masks = with_window(config, (slots <= index)[None], index[None], slots)
-    new = []
-    for number, (definition, params_l) in enumerate(zip(definitions, layer_params, strict=True)):
-        layer = nnx.merge(definition, params_l)
-        mask = masks.of_layer(config.is_windowed(number))
-        place = dict(start=index, positions=index[None], mask=mask)
-        x, cache = attend_cached(layer, x, caches[number], **place)
-        new.append(cache)
-        h, routing, always = route(layer, x)
-        part = None
-        if routing is not None:
-            chosen = (routing.ids, routing.gates)
-            part = _gathered(h, *chosen, routed[number], config.moe.activation)
-        x = combine(x, always, part)
-    return jnp.argmax(logits_of(outer, x)[0]).astype(jnp.int32), new

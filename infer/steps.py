@@ -72,21 +72,27 @@ def next_router(layer: DecoderLayer) -> tuple[nnx.GraphDef, dict[Any, Any]]:
 
 @cache
 def visible(config: ModelConfig, slots: int) -> Callable[..., Masks]:
-    """Jitted (start, positions [R], ancestors [R, R]) -> masks [R, S] of a pass over a cache.
+    """Jitted `visible_rows`: (start, positions [R], ancestors [R, R]) -> masks [R, S]."""
+    return jax.jit(partial(visible_rows, config, slots))
+
+
+def visible_rows(
+    config: ModelConfig,
+    slots: int,
+    start: Int[Array, ""],
+    positions: Int[Array, " R"],
+    ancestors: Bool[Array, "R R"],
+) -> Masks:
+    """The masks [R, S] of a pass over a cache.
 
     A row sees the committed slots, its ancestors in the block, and itself.
     """
-
-    @jax.jit
-    def masks(start: Int[Array, ""], positions: Int[Array, " R"], ancestors: Bool[Array, "R R"]):
-        every = jnp.arange(slots, dtype=positions.dtype)
-        block = jnp.zeros((ancestors.shape[0], slots), bool)
-        block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
-        # Slots of the block hold rows in the tree's order; committed ones hold their own index.
-        slot_positions = jax.lax.dynamic_update_slice(every, positions, (start,))
-        return with_window(config, (every < start)[None, :] | block, positions, slot_positions)
-
-    return masks
+    every = jnp.arange(slots, dtype=positions.dtype)
+    block = jnp.zeros((ancestors.shape[0], slots), bool)
+    block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
+    # Slots of the block hold rows in the tree's order; committed ones hold their own index.
+    slot_positions = jax.lax.dynamic_update_slice(every, positions, (start,))
+    return with_window(config, (every < start)[None, :] | block, positions, slot_positions)
 
 
 def _attend_and_route(

@@ -2,7 +2,8 @@
 
 Decodes the same prompts autoregressively and in every drafting mode, in each dtype asked for, and
 compares the tokens. A difference is judged in float64 (`infer.divergence`): a near-tie is reported,
-a real one fails the gate.
+a real one fails the gate. With `--strict` the logits are compared too (`infer.strict`): one bit
+that differs fails the gate.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,20 @@ from infer.arguments import (
 )
 from infer.console import print_table, progress, say
 from infer.decode import Mode
+from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
-from infer.divergence import judge
-from infer.generate import Generation, generate
+from infer.divergence import first_difference, judge
+from infer.engines import device_cache_bytes
+from infer.generate import Generation, capacity_of, generate
+from infer.link import parse_link
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
 from infer.report import stats
+from infer.strict import Bits, compare_bits, strict_price
 from infer.units import format_percent
 
+PRICED = 3
+"""Prompts on which the price of --strict is measured."""
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -63,6 +70,7 @@ def compare_modes(
     *,
     dtype: str,
     on_tokens: Any = lambda count, mode: None,
+    strict: bool = False,
     **common: Any,
 ) -> list[dict[str, Any]]:
     """One row a drafting mode: its tokens beside those of autoregressive decoding.
@@ -70,6 +78,7 @@ def compare_modes(
     Args:
       draft: with it, mode draft-expert is among them; common: options of `generate`.
       on_tokens: told the number of tokens of each round, and the mode.
+      strict: decode so, and count the rows of logits that differ in any bit.
     """
     modes: list[tuple[Mode, Draft | None]] = [("ar", None), ("n-gram", None)]
     if target.config.moe_layers:
@@ -77,6 +86,7 @@ def compare_modes(
     if draft is not None:
         modes.append(("draft-expert", draft))
     found: dict[str, list[Generation]] = {}
+    bits = {mode: Bits() for mode, _ in modes}
     for mode, given in modes:
         found[mode] = generate(
             target,
@@ -85,12 +95,30 @@ def compare_modes(
             mode=mode,
             governor=False,
             on_round=lambda _, round_, mode=mode: on_tokens(len(round_.emitted), mode),
+            on_logits=bits[mode] if strict else None,
+            strict=strict,
             **common,
         )
-    return [
-        {"dtype": dtype, "mode": mode} | _compare(target, found["ar"], found[mode], sampling)
-        for mode, _ in modes[1:]
-    ]
+    rows = []
+    for mode, _ in modes[1:]:
+        row = _compare(target, found["ar"], found[mode], sampling)
+        if strict:
+            row |= compare_bits(bits["ar"], bits[mode], _in_common(found["ar"], found[mode]))
+        rows.append({"dtype": dtype, "mode": mode} | row)
+    return rows
+
+
+def _in_common(
+    references: Sequence[Generation], decoded: Sequence[Generation]
+) -> list[tuple[int, int]]:
+    """Tokens of each prompt, and new tokens that two decodes chose after the same tokens."""
+    lengths = []
+    for reference, other in zip(references, decoded, strict=True):
+        differs = first_difference(reference.tokens, other.tokens)
+        same = len(reference.tokens) if differs is None else differs + 1
+        new = min(same, len(reference.tokens), len(other.tokens))
+        lengths.append((len(reference.prompt_tokens), new))
+    return lengths
 
 
 def _compare(
@@ -133,23 +161,35 @@ def main(argv: list[str]) -> int:
         )
     draft = None if args.draft is None else resolve_draft(args.draft, outline)
     rows: list[dict[str, Any]] = []
+    prices: list[dict[str, Any]] = []
     for dtype in args.dtypes or ("float32",):
         with jax.enable_x64(True) if dtype == "float64" else nullcontext():
             say(f"loading {args.model} as {dtype}")
             target = load_target(args.model, dtype)
-            rows += _verify(target, prompts, draft, args, dtype)
-    result = {"model": args.model, "draft": args.draft, "rows": rows}
-    report(args.json, result, lambda: _show(outline.name, rows))
+            fits = _fitting(target, prompts, args)
+            rows += _verify(target, fits, draft, args, dtype)
+            if args.decoding.strict:
+                prices.append({"dtype": dtype} | _price(target, fits, args))
+    result = {
+        "model": args.model,
+        "draft": args.draft,
+        "engine": args.decoding.engine,
+        "rows": rows,
+    }
+    if args.decoding.strict:
+        result["strict_price"] = prices
+    report(args.json, result, lambda: _show(outline.name, rows, prices))
     real = [f"{row['mode']} in {row['dtype']}" for row in rows if row["real"]]
     if real:
         raise FailedError(f"tokens differ from autoregressive decoding: {', '.join(real)}")
+    bits = [f"{row['mode']} in {row['dtype']}" for row in rows if row.get("logit_rows_differing")]
+    if bits:
+        raise FailedError(f"logits differ from autoregressive decoding: {', '.join(bits)}")
     return 0
 
 
-def _verify(
-    target: Target, prompts: Sequence[Any], draft: Draft | None, args: Arguments, dtype: str
-) -> list[dict[str, Any]]:
-    """The rows of one dtype; prompts that do not fit the context are told and left out."""
+def _fitting(target: Target, prompts: Sequence[Any], args: Arguments) -> list[Any]:
+    """The prompts that fit the context with their new tokens; the others are told and left out."""
     fits = []
     for prompt in prompts:
         ((record, ids),) = encode_prompts(target, [prompt], chat=args.decoding.chat)
@@ -159,6 +199,13 @@ def _verify(
             say(f"prompt {record['id']}: {len(ids)} tokens and the new ones exceed the context")
     if not fits:
         raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
+    return fits
+
+
+def _verify(
+    target: Target, fits: Sequence[Any], draft: Draft | None, args: Arguments, dtype: str
+) -> list[dict[str, Any]]:
+    """The rows of one dtype."""
     modes = 2 + bool(target.config.moe_layers) + (draft is not None)
     with progress(
         f"verify {dtype}", modes * len(fits) * args.decoding.max_new_tokens, "tokens"
@@ -174,7 +221,25 @@ def _verify(
         )
 
 
-def _show(name: str, rows: Sequence[dict[str, Any]]) -> None:
+def _price(target: Target, fits: Sequence[Any], args: Arguments) -> dict[str, float]:
+    """What strict autoregressive decoding costs, on the first prompts."""
+    decoding = args.decoding
+    encoded = [ids for _, ids in encode_prompts(target, fits, chat=decoding.chat)]
+    say(f"strict and native autoregressive decoding in turn, {PRICED} prompts at most")
+    return strict_price(
+        target,
+        encoded[:PRICED],
+        decoding.options("ar"),
+        offload=Offload(
+            device_cache=device_cache_bytes(decoding.device_cache, decoding.engine),
+            host_cache=decoding.host_cache,
+            link=parse_link(decoding.link),
+        ),
+        capacity=capacity_of(encoded, decoding.max_new_tokens),
+    )
+
+
+def _show(name: str, rows: Sequence[dict[str, Any]], prices: Sequence[dict[str, Any]] = ()) -> None:
     columns = ["dtype", "mode", "prompts", "tokens", "identical", "near-ties", "real", "accepted"]
     table = [
         [row[key] for key in ("dtype", "mode", "prompts", "tokens", "identical", "near_ties")]
@@ -186,9 +251,18 @@ def _show(name: str, rows: Sequence[dict[str, Any]]) -> None:
     verdict += f"; {near} differ by near-ties, {real} really" if near + real else ""
     print_table(f"{name}: tokens beside autoregressive decoding", columns, table, verdict)
     for row in rows:
+        if "logit_rows" in row:
+            differing, count = row["logit_rows_differing"], row["logit_rows"]
+            verdict = f"{differing} differ" if differing else "bitwise equal"
+            say(f"{row['mode']}, {row['dtype']}: {count} rows of logits compared: {verdict}")
         for found in row["divergences"]:
             say(
                 f"{row['mode']}, {row['dtype']}: prompt {found['id']} differs at new token "
                 f"{found['index']} ({found['emitted']} for {found['reference']}), margin "
                 f"{found['margin']:.2g} in float64: {found['float64_verdict']}"
             )
+    for price in prices:
+        say(
+            f"strict, {price['dtype']}: {price['strict_tps']:.1f} tokens/s in mode ar, "
+            f"{price['native_tps']:.1f} without --strict ({price['ratio']:.2f} of it)"
+        )

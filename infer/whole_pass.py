@@ -1,0 +1,184 @@
+"""Engines whose pass is one jitted step over all layers.
+
+What differs between them is how a layer gets its experts (`ExpertsOf`); rows, masks, KV cache and
+results are those of the host-driven engine. Padding rows choose no expert (their ids are -1).
+
+Host/device copies, all explicit: a pass's inputs go in with one `device_put`; its logits, ids and
+gates come out with one `device_get`.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dejax.config import ModelConfig
+from dejax.draft.expert import draft_output
+from dejax.model import attend_cached, combine, embed, logits_of, route, split_layer, split_outer
+from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket
+from infer.engine import Engine, PassResult
+from infer.steps import visible_rows
+
+
+@runtime_checkable
+class ExpertsOf(Protocol):
+    """Routed output [R, D] of a layer, inside the jitted pass; hashable, so that steps are shared.
+
+    `ids` are the experts to use, -1 where a row uses none; `given` is what the engine passes in.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        h: Float[Array, "R D"],
+        ids: Int[Array, "R K"],
+        gates: Float[Array, "R K"],
+        given: Any,
+        *,
+        drafts: bool,
+    ) -> Float[Array, "R D"]: ...
+
+    def __hash__(self) -> int: ...
+
+
+@cache
+def pass_step(
+    outer: nnx.GraphDef,
+    layers: tuple[nnx.GraphDef, ...],
+    config: ModelConfig,
+    slots: int,
+    experts: ExpertsOf,
+):
+    """The jitted pass of targets with these definitions; the caches are donated.
+
+    (params, drafts, caches, given, like [], inputs, rows []; r, last) -> logits, ids [L, R, K], top
+    gates [L, R], caches. In a target pass `r` is None and `drafts` is empty; `last` asks for the
+    logits of row `rows - 1` only.
+    """
+
+    def step(params, drafts, caches, given, like, inputs, rows, *, r: int | None, last: bool):
+        outer_params, layer_params = params
+        tokens, positions, start, ancestors = inputs
+        model = nnx.merge(outer, outer_params)
+        x = embed(model, tokens, like.dtype)
+        masks = visible_rows(config, slots, start, positions, ancestors)
+        in_use = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None] < rows
+        new, all_ids, top_gates = [], [], []
+        for index, definition in enumerate(layers):
+            layer = nnx.merge(definition, layer_params[index])
+            mask = masks.of_layer(config.is_windowed(index))
+            place: Any = dict(start=start, positions=positions, mask=mask)
+            x, kept = attend_cached(layer, x, caches[index], **place)
+            new.append(kept)
+            h, routing, always = route(layer, x)
+            if routing is None:
+                x = combine(x, always)
+                continue
+            ids, gates = jnp.where(in_use, routing.ids, -1)[:, :r], routing.gates[:, :r]
+            routed = experts(index, h, ids, gates, given, drafts=r is not None)
+            if index in drafts:
+                routed = routed + draft_output(drafts[index], h)
+            x = combine(x, always, routed)
+            all_ids.append(routing.ids)
+            top_gates.append(routing.gates[:, 0])
+        if last:
+            x = jax.lax.dynamic_slice_in_dim(x, rows - 1, 1)
+        return logits_of(model, x), tuple(all_ids), tuple(top_gates), new
+
+    return jax.jit(step, static_argnames=("r", "last"), donate_argnums=2)
+
+
+class WholePassEngine(Engine):
+    """An engine whose pass is `pass_step` with `experts_of()`; see `Engine` for its methods."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        outer, params = split_outer(self.target.model)
+        splits = [split_layer(layer) for layer in self.target.model.layers]
+        definitions = tuple(definition for definition, _ in splits)
+        self._params = (params, [arrays for _, arrays in splits])
+        place = (self.target.config, self._slots, self.experts_of())
+        self._step = pass_step(outer, definitions, *place)
+        self._given = self.given()
+
+    def experts_of(self) -> ExpertsOf:
+        """How a layer gets its experts."""
+        raise NotImplementedError
+
+    def given(self) -> Any:
+        """What `experts_of()` is passed, as arrays."""
+        raise NotImplementedError
+
+    def warm_up(self, *, rows: int, r: int | None = None) -> None:
+        """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
+
+        Runs them on zeros, without rows in use, so that no expert is asked for; a sequence under
+        way is lost.
+        """
+        self.begin()
+        for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
+            self._run([], 0, size=size, last=size == PREFILL_ROWS)
+        if r is not None:
+            self._run([], 0, size=1, r=r)
+
+    def _pass(
+        self,
+        tokens: Sequence[int],
+        *,
+        start: int,
+        rows_wanted: int,
+        kind: Any,
+        parents: Sequence[int] | None = None,
+        r: int | None = None,
+        size: int | None = None,
+    ) -> PassResult:
+        rows = len(tokens)
+        size = bucket(rows, ROW_BUCKETS) if size is None else size
+        last = size == PREFILL_ROWS
+        logits, ids, gates = self._run(tokens, start, parents=parents, size=size, last=last, r=r)
+        shown = range(rows - rows_wanted, rows)
+        layers = self._moe_layers
+        routes = tuple(
+            frozenset(
+                (layer, e)
+                for layer, chosen in zip(layers, ids, strict=True)
+                for e in chosen[row].tolist()
+            )
+            for row in shown
+        )
+        used = frozenset(
+            (layer, e)
+            for layer, chosen in zip(layers, ids, strict=True)
+            for e in np.unique(chosen[:rows, :r]).tolist()
+        )
+        top = np.stack(gates, axis=1)[list(shown)] if gates else np.zeros((rows_wanted, 0))
+        return PassResult(logits=logits[:rows_wanted], routes=routes, gates=top, used=used)
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        size: int,
+        parents: Sequence[int] | None = None,
+        last: bool = False,
+        r: int | None = None,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Logits, ids and gates of one run of the step, on the host."""
+        rows = jax.device_put(np.int32(len(tokens)))
+        inputs = self._inputs(tokens, start, parents, size)
+        caches, self._caches = self._caches, []  # they are donated
+        drafts = {} if r is None else self._draft_params
+        given = (self._given, self._like, inputs, rows)
+        began, loading = time.perf_counter(), self.clock.loads
+        *out, self._caches = self._step(self._params, drafts, caches, *given, r=r, last=last)
+        found = jax.device_get(out)
+        waited = time.perf_counter() - began
+        self.clock.device += max(0.0, waited - (self.clock.loads - loading))
+        return tuple(found)
