@@ -16,6 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
+ALIGNMENT = 64
+"""Bytes: what starts at a multiple of them is taken over by JAX on CPU."""
+
 
 class BufferPool:
     """Hands out buffers, and takes them back when the last array over them is gone. Thread-safe."""

@@ -7,7 +7,7 @@ streamed, never all held.
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -282,12 +282,18 @@ def check_dtype(dtype: str) -> Any:
     return jnp.dtype(dtype)
 
 
-def load_target(path: str | Path, dtype: str = "float32") -> Target:
+def load_target(
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Target:
     """Loads a target from a Hugging Face folder, a converted folder, or by the name "tiny".
 
     Args:
       path: the folder, or "tiny", or a GGUF file of a dense Llama model.
       dtype: what weights are held in; computation is in float32 (float64 for float64).
+      on_bytes: told how many bytes each array that is loaded has (not of a GGUF file).
 
     Raises:
       UsageError: the folder, its configuration or its tensors are not what is expected.
@@ -305,8 +311,11 @@ def load_target(path: str | Path, dtype: str = "float32") -> Target:
     else:
         store = None
         plan = hf_weights.plan_checkpoint(folder, config)
-        routed = {layer: _read_stack(plan, layer, held) for layer in config.moe_layers}
-    model = hf_weights.read_resident(plan, held)
+        routed = {}
+        for layer in config.moe_layers:
+            routed[layer] = _read_stack(plan, layer, held)
+            on_bytes(routed[layer].nbytes)
+    model = hf_weights.read_resident(plan, held, on_bytes)
     identity = target_identity(config, model)
     if store is not None and store.identity != identity:
         raise UsageError(

@@ -37,6 +37,8 @@ class Offload:
       link: what experts cross.
       unpack: where experts become numbers of the compute dtype, as in `Residency`.
       readers: threads that make transfers.
+      prefetch: most bytes of prefetched experts that nobody has asked for yet; None is about what
+        the rows of a draft of six need (more is rarely predicted right).
       look_ahead: whether target passes ask for what the next layer will probably use.
       engine: how passes run (`infer.engines`).
     """
@@ -46,6 +48,7 @@ class Offload:
     link: Link = field(default_factory=lambda: parse_link("real"))
     unpack: Literal["host", "device"] | None = None
     readers: int = 2
+    prefetch: int | None = None
     look_ahead: bool = False
     engine: EngineName = "host"
 
@@ -116,8 +119,11 @@ def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residenc
         readers=offload.readers,
         # A callback hands host memory over: on an accelerator its experts must not go there first.
         device=_host_device() if offload.engine == "callback" else None,
-        # About what the rows of a draft of six need: more is rarely predicted right.
-        prefetch_bytes=4 * target.config.routes_per_token * size,
+        prefetch_bytes=(
+            4 * target.config.routes_per_token * size
+            if offload.prefetch is None
+            else offload.prefetch
+        ),
     )
 
 

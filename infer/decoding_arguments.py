@@ -106,8 +106,10 @@ class DecodingArguments:
     """Bytes of experts kept on the device between rounds, such as 512MiB, 0 or all."""
     host_cache: Bytes = None
     """Bytes of a converted target's experts kept in host memory, such as 4GiB, 0 or all."""
-    link: Annotated[str, ParsedBy(link_text, "real|sim:GBPS[,LATENCY_US]")] = "real"
-    """The link experts cross: real, or simulated (GB/s, microseconds a transfer)."""
+    look_ahead: bool = False
+    """Also ask for the experts that the next layer's router would choose on this layer's input."""
+    link: Annotated[str, ParsedBy(link_text, "real|disk|sim:GBPS[,LATENCY_US]")] = "real"
+    """The link experts cross: real, disk (cold reads), or simulated (GB/s, us a transfer)."""
     chat: bool = True
     """Use the tokenizer's chat template, if it has one."""
 
@@ -147,5 +149,5 @@ class DecodingArguments:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
         names = (*names, "prefetch", "engine", "strict")
-        names = (*names, "device_cache", "host_cache", "link", "chat")
+        names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
         return {name: getattr(self, name) for name in names}

@@ -40,8 +40,12 @@ class DraftStep:
 class Drafter(Protocol):
     """What drafts token by token. It is never trusted: any answer keeps the output unchanged."""
 
-    def consume(self, token: int, *, position: int) -> DraftStep:
-        """Takes `token` as the next of the sequence, at index `position`."""
+    def consume(self, token: int, *, position: int, kept: bool = False) -> DraftStep:
+        """Takes `token` as the next of the sequence, at index `position`.
+
+        `kept`: it will be verified whatever comes, so that the experts that the pass predicts for
+        it may be prefetched as they are found.
+        """
         ...
 
 
@@ -77,8 +81,8 @@ class PathDrafter:
     engine: EngineLike
     r: int
 
-    def consume(self, token: int, *, position: int) -> DraftStep:
-        result = self.engine.draft_row(token, start=position, r=self.r)
+    def consume(self, token: int, *, position: int, kept: bool = False) -> DraftStep:
+        result = self.engine.draft_row(token, start=position, r=self.r, prefetch=kept)
         return DraftStep(logits=result.logits[0], routes=result.routes[0], used=result.used)
 
 
@@ -121,10 +125,11 @@ class DraftPhase:
         drafted: list[int] = []
         confidences: list[float] = []
         steps: list[DraftStep] = []
-        step = self._consume(tokens[-1], committed - 1, steps)
+        available = residency.available()
+        step = self._consume(tokens[-1], committed - 1, steps, kept=True)
         control.begin_round(
             step.routes,
-            available=residency.available(),
+            available=available,
             times=self.timings.step_times(),
             pending=committed - 1,
         )
@@ -150,18 +155,21 @@ class DraftPhase:
             if token in self.eos_ids:
                 break
             if not looked and len(drafted) < limit:
-                step = self._consume(token, position, steps)
-                control.extend(step.routes, available=residency.available())
+                available = residency.available()
+                step = self._consume(token, position, steps, kept=True)
+                control.extend(step.routes, available=available)
             elif not looked:
                 break
             self._prefetch(step)
         used = frozenset().union(*(step.used for step in steps))
         return Proposal(drafted, confidences, [step.routes for step in steps], used)
 
-    def _consume(self, token: int, position: int, steps: list[DraftStep]) -> DraftStep:
+    def _consume(
+        self, token: int, position: int, steps: list[DraftStep], *, kept: bool = False
+    ) -> DraftStep:
         clock = self.engine.clock
         began, waited = time.perf_counter(), clock.loads
-        step = self.drafter.consume(token, position=position)
+        step = self.drafter.consume(token, position=position, kept=kept and self.prefetch)
         seconds = time.perf_counter() - began
         self.timings.draft_pass(seconds, waited=clock.loads - waited)
         steps.append(step)

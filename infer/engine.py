@@ -134,6 +134,7 @@ class Engine:
         pieces = piece_sizes(self._buckets, self.residency.bytes_per_expert)
         self._pieces = () if self.rows is not None else pieces
         self._caches: list[Cache] = []
+        self._prefetches = False
 
     def begin(self) -> None:
         """Empties the KV cache for a new sequence."""
@@ -246,8 +247,13 @@ class Engine:
         self.residency.end_pass()
         return result
 
-    def draft_row(self, token: int, *, start: int, r: int) -> PassResult:
-        """The draft path over one token at slot `start`: shared + top-r (+ draft expert)."""
+    def draft_row(self, token: int, *, start: int, r: int, prefetch: bool = False) -> PassResult:
+        """The draft path over one token at slot `start`: shared + top-r (+ draft expert).
+
+        With `prefetch`, what a layer's router chooses is asked for at once, so that it comes while
+        the layers after it are computed.
+        """
+        self._prefetches = prefetch
         return self._pass([token], start=start, rows_wanted=1, kind="draft", r=r)
 
     def _pass(
@@ -329,6 +335,8 @@ class Engine:
         ids_host = ids_host[:rows]
         unique = np.unique(ids_host if r is None else ids_host[:, :r]).tolist()
         arrivals = self.residency.request(layer, unique, kind=kind)
+        if kind == "draft" and self._prefetches:
+            self.residency.prefetch([(layer, expert) for expert in ids_host[0].tolist()])
         if guess_host is not None:
             found = np.unique(guess_host[:rows]).tolist()
             self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)

@@ -7,18 +7,22 @@ the same for programs: prompts in, one `Generation` a prompt out.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import jax
+
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision
 from dejax.spec.sampling import SamplingConfig
-from dejax.target import Target, check_dtype, load_target, read_outline
+from dejax.target import Target, check_dtype, load_tokenizer, model_folder, read_outline
 from infer.arguments import (
+    Bytes,
     DraftSpec,
     InputFile,
     Model,
@@ -26,73 +30,25 @@ from infer.arguments import (
     Positional,
     parse,
 )
+from infer.bench_rows import peak_rss
 from infer.console import progress, say
 from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engines import DeviceCache, EngineName, device_cache_bytes
+from infer.generation import Generation, to_generation
 from infer.link import parse_link
+from infer.loading import load_shown
+from infer.memory import MemoryPlan, plan_decode
 from infer.output import report
 from infer.prompts import OnBad, count_prompts, encode_prompts, is_text, left_out, read_prompts
 from infer.report import stats
 from infer.resident import check_resident
 from infer.strict import strict_rows
 from infer.trace import Round, write_trace
-from infer.units import format_decimal_bytes
+from infer.units import format_bytes, format_decimal_bytes
 
 CAPACITY_STEP = 256
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One decoded prompt, with the fields of the JSON contract."""
-
-    id: str
-    prompt: str
-    prompt_tokens: list[int]
-    tokens: list[int]
-    text: str
-    finish_reason: str
-    mode: str
-    lossless: bool
-    stats: dict[str, Any]
-    trace: tuple[Round, ...]
-    passed_through: dict[str, Any] = field(default_factory=dict)
-    """What else the prompt's record carried."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of the contract, and what is passed through; not the trace."""
-        names = ("id", "prompt", "prompt_tokens", "tokens", "text", "finish_reason", "mode")
-        record = {name: getattr(self, name) for name in names}
-        return self.passed_through | record | {"lossless": self.lossless, "stats": self.stats}
-
-
-def to_generation(
-    target: Target,
-    prompt: dict[str, Any],
-    ids: list[int],
-    trace: tuple[Round, ...],
-    options: Any,
-    ran: dict[str, Any],
-) -> Generation:
-    """The result of one prompt, from its trace; `ran` tells the engine, for the statistics."""
-    tokens = [token for record in trace for token in record.emitted]
-    text = ""
-    if target.tokenizer is not None:
-        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-    return Generation(
-        id=str(prompt["id"]),
-        prompt=prompt["prompt"],
-        prompt_tokens=ids,
-        tokens=tokens,
-        text=text,
-        finish_reason=str(trace[-1].finish_reason),
-        mode=options.mode,
-        lossless=True,
-        stats=stats(trace) | ran,
-        trace=trace,
-        passed_through={k: v for k, v in prompt.items() if k not in ("id", "prompt")},
-    )
 
 
 def capacity_of(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
@@ -120,7 +76,9 @@ def generate(
     strict: bool = False,
     device_cache: DeviceCache = "auto",
     host_cache: int | None = None,
+    memory: MemoryPlan | None = None,
     link: str = "real",
+    look_ahead: bool = False,
     chat: bool = True,
     on_decision: Callable[[Decision], None] = lambda decision: None,
     on_round: Callable[[int, Round], None] = lambda index, record: None,
@@ -142,7 +100,9 @@ def generate(
         (`infer.strict`).
       device_cache, host_cache: bytes of experts to keep, None for all, 0 for none; "auto" is 0,
         with engine "resident" all.
-      link: "real" or "sim:GBPS[,LATENCY_US]".
+      memory: in place of the caches, a plan for all of the decode's memory (`infer.memory`).
+      link: "real", "disk" or "sim:GBPS[,LATENCY_US]".
+      look_ahead: target passes also ask for what the next layer will probably use.
       chat: use the tokenizer's chat template.
       on_decision: told what the governor makes of drafting.
       on_round: called with the prompt's index and each trace record.
@@ -170,8 +130,15 @@ def generate(
         device_cache=device_cache_bytes(device_cache, engine),
         host_cache=host_cache,
         link=parse_link(link),
+        look_ahead=look_ahead,
         engine=engine,
     )
+    if memory is not None:
+        # Where host and device are one, what is on the device is not kept a second time.
+        host_cache = 0 if jax.default_backend() == "cpu" else host_cache
+        offload = replace(
+            offload, device_cache=memory.experts, prefetch=memory.prefetch, host_cache=host_cache
+        )
     rows = strict_rows(options.control.draft_length) if strict else None
     results = []
     with ExitStack() as stack:
@@ -215,6 +182,8 @@ class Arguments:
     """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
     governor: bool = True
     """Measure whether drafting pays, say so, and do not draft while it does not."""
+    memory: Bytes = None
+    """One budget for all of a converted target's decode, such as 6GiB, in place of the caches."""
     decoding: DecodingArguments = DecodingArguments()
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What weights are held in; computation is in float32 at least."""
@@ -234,6 +203,14 @@ class Arguments:
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
         if self.decoding.r != 1 and self.mode not in PATH_MODES:
             raise UsageError(f"--r is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
+        if self.memory is not None:
+            cached = self.decoding.device_cache, self.decoding.host_cache
+            if cached != ("auto", None):
+                raise UsageError(
+                    "--memory deals out the caches: give no --device-cache, --host-cache"
+                )
+            if self.decoding.engine == "resident":
+                raise UsageError("--memory is for engines that load experts, not resident")
         if self.prompt is not None and not is_text(self.prompt):
             raise UsageError("--prompt is not UTF-8 text")
         if self.trace is not None and str(self.trace) == "-":
@@ -257,6 +234,42 @@ class Arguments:
             size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
             check_host_cache(outline.name, size, self.decoding.host_cache)
         return None if self.draft is None else resolve_draft(self.draft, outline)
+
+    def plan(self, prompts: Sequence[Any], draft: Draft | None) -> MemoryPlan:
+        """How `--memory` is dealt out; no weight is read for it.
+
+        Raises:
+          UsageError: it does not suffice, or the target is not converted.
+        """
+        assert self.memory is not None
+        outline, folder = read_outline(self.model), model_folder(self.model)
+        speaker = _Unloaded(outline.name, outline.config, load_tokenizer(folder))
+        encoded = encode_prompts(speaker, prompts, chat=self.decoding.chat, on_bad=_ignore)
+        capacity = capacity_of([ids for _, ids in encoded], self.decoding.max_new_tokens)
+        return plan_decode(
+            outline,
+            folder,
+            budget=self.memory,
+            held=check_dtype(self.dtype),
+            capacity=min(capacity, outline.config.context),
+            draft=draft,
+            draft_length=0 if self.mode == "ar" else self.decoding.draft_length,
+            r=self.decoding.r if self.mode in PATH_MODES else 0,
+            readers=Offload().readers,
+        )
+
+
+@dataclass(frozen=True)
+class _Unloaded:
+    """A target of which only the tokenizer is read: a `Speaker`."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Any
+
+
+def _ignore(name: Any, error: UsageError | FailedError) -> None:
+    """What is wrong with a prompt is told when it is decoded."""
 
 
 class _Stream:
@@ -294,8 +307,10 @@ def main(argv: list[str]) -> int:
     if args.prompts is not None:
         prompts = read_prompts(args.prompts, on_bad=on_bad)
     draft = args.check()
-    say(f"loading {args.model}")
-    target = load_target(args.model, args.dtype)
+    memory = None if args.memory is None else args.plan(prompts, draft)
+    if memory is not None:
+        say(f"memory: {memory.describe()}")
+    target = load_shown(args.model, args.dtype)
     one = len(prompts) == 1 and sys.stdout.isatty() and str(args.json) != "-"
     most = min(args.decoding.max_new_tokens, target.config.context)
     total = None if one else most * len(prompts)
@@ -306,6 +321,7 @@ def main(argv: list[str]) -> int:
             draft=draft,
             mode=args.mode,
             governor=args.governor,
+            memory=memory,
             **args.decoding.given(),
             on_decision=say_decision,
             on_round=_Stream(target, prompts, bar, text=one),
@@ -319,7 +335,10 @@ def main(argv: list[str]) -> int:
         header = {"model": target.name, "mode": args.mode, "link": args.decoding.link}
         write_trace(args.trace, header, {result.id: result.trace for result in results})
     result = {"generations": [result.to_json() for result in results]} | counted
+    result |= {"peak_rss_bytes": peak_rss(), "memory_plan": memory}
     report(args.json, result, lambda: _show(results, streamed=one))
+    if args.memory is not None:
+        say(f"{format_bytes(peak_rss())} resident at the peak, of {format_bytes(args.memory)}")
     if bad:
         counts = ", ".join(f"{count} {name}" for name, count in counted["counts"].items())
         say(f"prompts: {counts}; the first left out: {bad[0][1]}")

@@ -15,6 +15,7 @@ the memory of the process; elsewhere that of the accelerator, and `--host-cache`
 import math
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,10 +24,13 @@ from jax.typing import DTypeLike
 
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.config import ModelConfig
+from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.nn.attention import init_cache
+from dejax.target import STORE_DIR, Outline
 from infer.buckets import PREFILL_ROWS
-from infer.staging import DeviceForm
+from infer.inspect import resident_params
+from infer.staging import DeviceForm, device_form
 from infer.units import format_bytes
 
 COMPILED = 320 * 2**20
@@ -141,6 +145,49 @@ def _activation_bytes(config: ModelConfig, slots: int, size: int) -> int:
     )
 
 
-def store_bytes(store: ExpertStore) -> int:
-    """What a store takes in memory: nothing, if it is a folder."""
-    return 0 if store.path is not None else len(store.pairs) * store.bytes_per_expert
+def plan_decode(
+    outline: Outline,
+    folder: Path,
+    *,
+    budget: int,
+    held: np.dtype,
+    capacity: int,
+    draft: Draft | None,
+    draft_length: int,
+    r: int,
+    readers: int,
+) -> MemoryPlan:
+    """`plan_memory` of a converted folder, of which no weight is loaded yet.
+
+    Args:
+      held: dtype that weights are to be held in.
+      draft: draft experts, or None; the other arguments are those of `plan_memory`.
+
+    Raises:
+      UsageError: as `plan_memory`, or the folder is not converted.
+    """
+    if not outline.converted:
+        raise UsageError(
+            f"--memory: {outline.name} is not converted, so that all of its experts are in memory; "
+            f"run: dejax convert {outline.name} --out DIR"
+        )
+    store = ExpertStore.open(folder / STORE_DIR)
+    compute = np.promote_types(held, np.float32)
+    layers = outline.config.moe_layers if draft is not None else ()
+    return plan_memory(
+        outline.config,
+        device_form(store, compute, None),
+        budget=budget,
+        weights=resident_params(outline.config) * held.itemsize,
+        record_bytes=store.bytes_per_expert,
+        draft_experts=sum(
+            leaf.nbytes for layer in layers for leaf in jax.tree.leaves(draft.layer_params(layer))
+        )
+        if draft is not None
+        else 0,
+        capacity=capacity,
+        compute_dtype=compute,
+        draft_length=draft_length,
+        r=r,
+        readers=readers,
+    )

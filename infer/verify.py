@@ -32,7 +32,8 @@ from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.divergence import first_difference, judge
 from infer.engines import device_cache_bytes
-from infer.generate import Generation, capacity_of, generate
+from infer.generate import capacity_of, generate
+from infer.generation import Generation
 from infer.link import parse_link
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts

@@ -24,7 +24,8 @@ from dejax.errors import UsageError
 from dejax.target import Target, load_target, model_folder
 from infer.arguments import Positional, PositiveInt, parse
 from infer.console import say
-from infer.generate import Generation, generate
+from infer.generate import generate
+from infer.generation import Generation
 from infer.inspect import inspect
 from infer.output import to_plain, write_json
 from infer.prompts import encode_prompt, read_prompts

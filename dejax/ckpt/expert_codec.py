@@ -65,7 +65,7 @@ def encode(encoding: str, record: Float[np.ndarray, "3 F D"]) -> Shaped[np.ndarr
       ValueError: a number is not finite, or too large for a scale.
     """
     if encoding in PLAIN:
-        return record.astype(PLAIN[encoding])
+        return record.astype(PLAIN[encoding], copy=False)
     wide = np.asarray(record, np.float32)
     if not np.isfinite(wide).all():
         raise ValueError("a weight is not finite")

@@ -26,7 +26,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from dejax.buffers import BufferPool
+from dejax.buffers import ALIGNMENT, BufferPool
 from dejax.ckpt import expert_codec
 from dejax.ckpt.store_layout import (
     AGAIN,
@@ -135,10 +135,7 @@ class ExpertStoreWriter:
                 return
             self.mended += 1
         if self._kvstore is None:
-            kept = self._buffers.take(data.shape, np.uint8)
-            kept[:] = data
-            kept.flags.writeable = False
-            self._memory[pair] = kept
+            self._memory[pair] = self._kept(data)
         else:
             self._kvstore.write(key_of(pair), data.tobytes()).result()
         if self._journal is not None:
@@ -183,6 +180,15 @@ class ExpertStoreWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _kept(self, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
+        """What a store in memory holds: the caller's own, if nobody writes to it, else a copy."""
+        if not data.flags.writeable and data.ctypes.data % ALIGNMENT == 0:
+            return data
+        kept = self._buffers.take(data.shape, np.uint8)
+        kept[:] = data
+        kept.flags.writeable = False
+        return kept
 
     def _is_intact(self, pair: Pair, data: np.ndarray) -> bool:
         """Whether a record is there with these bytes."""

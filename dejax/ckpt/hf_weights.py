@@ -8,7 +8,7 @@ unpickled.
 import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -274,14 +274,18 @@ def read_array(plan: CheckpointPlan, path: str, dtype: Any) -> np.ndarray:
     return read_tensor(plan.resident[path]).astype(kept)
 
 
-def read_resident(plan: CheckpointPlan, dtype) -> Transformer:
-    """The resident model with its weights in `dtype` (`read_array`)."""
+def read_resident(
+    plan: CheckpointPlan, dtype, on_bytes: Callable[[int], None] = lambda count: None
+) -> Transformer:
+    """The resident model with its weights in `dtype` (`read_array`), each told by its bytes."""
     definition, state = abstract_model(plan.config)
     pure = nnx.to_pure_dict(state)
 
     def load(path, leaf):
         name = ".".join(str(part.key) for part in path)
-        return jax.device_put(read_array(plan, name, dtype))
+        array = jax.device_put(read_array(plan, name, dtype))
+        on_bytes(array.nbytes)
+        return array
 
     return nnx.merge(definition, jax.tree_util.tree_map_with_path(load, pure))
 

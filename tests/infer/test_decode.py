@@ -88,7 +88,7 @@ class Scripted:
     routes: frozenset = frozenset()
     consumed: list = field(default_factory=list)
 
-    def consume(self, token, *, position):
+    def consume(self, token, *, position, kept=False):
         self.consumed.append((position, token))
         logits = one_hot(self.say(position + 1) % VOCAB)
         return DraftStep(logits=logits, routes=self.routes, used=frozenset())
@@ -120,7 +120,7 @@ def noise(tokens, prompt=PROMPT):
 class Echo:
     """Says again what it was given."""
 
-    def consume(self, token, *, position):
+    def consume(self, token, *, position, kept=False):
         return DraftStep(logits=one_hot(token), routes=frozenset(), used=frozenset())
 
 
@@ -222,7 +222,7 @@ def test_predicted_routes_change_no_token(engine, routes, budget):
 
 def test_a_drafter_that_says_nothing_finite_is_a_clean_failure(engine):
     class Broken:
-        def consume(self, token, *, position):
+        def consume(self, token, *, position, kept=False):
             return DraftStep(logits=np.full(VOCAB, np.nan), routes=frozenset(), used=frozenset())
 
     with pytest.raises(FailedError, match="at position 21 is nan"):
@@ -444,11 +444,11 @@ class Watching:
     committed: list | None = None
     passes: int = 0
 
-    def consume(self, token, *, position):
+    def consume(self, token, *, position, kept=False):
         engine = self.inner.engine
         if self.committed is None:  # the first pass of a round is over the pending token
             self.committed = slots(engine, position)
-        step = self.inner.consume(token, position=position)
+        step = self.inner.consume(token, position=position, kept=kept)
         assert_same(self.committed, slots(engine, len(self.committed[0])))
         self.passes += 1
         return step

@@ -22,6 +22,7 @@ from dejax.model import causal_mask, embed, layer_full, logits_of
 from dejax.nn.experts import experts_of_tokens
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
+from infer import buckets
 from infer import engine as engine_module
 from infer.decode import DecodeOptions, Mode
 from infer.decoder import Decoder
@@ -178,7 +179,7 @@ def test_padding_rows_change_nothing(engine, monkeypatch):
 def test_experts_in_groups_add_up_to_the_same(engine, target, monkeypatch, sizes):
     prompt, tokens = random_prompt(140), random_prompt(5, seed=3)
     expected = verify(engine, tokens, prompt=prompt)
-    monkeypatch.setattr(engine_module, "EXPERT_BUCKETS", sizes)
+    monkeypatch.setattr(buckets, "EXPERT_BUCKETS", sizes)
     with Decoder(target) as decoder:
         result = verify(decoder.engine, tokens, prompt=prompt)
         assert result.routes == expected.routes and result.used == expected.used
@@ -193,7 +194,7 @@ def whole_after(decoder, prompt, token):
 
 def test_the_grid_of_sizes_has_no_doubles(target, monkeypatch):
     for sizes in [(1, 2), (1, 2, 8), (1, 2, 16)]:
-        monkeypatch.setattr(engine_module, "EXPERT_BUCKETS", sizes)
+        monkeypatch.setattr(buckets, "EXPERT_BUCKETS", sizes)
         with Decoder(target) as decoder:
             grid = decoder.engine._buckets
         assert list(grid) == sorted(set(grid)) and grid[-1] == min(8, sizes[-1])
@@ -266,14 +267,14 @@ def compilations():
 @pytest.mark.parametrize(
     ("sizes", "draft_length", "width"),
     [
-        pytest.param(engine_module.EXPERT_BUCKETS, 2, 24, id="one group"),
+        pytest.param(buckets.EXPERT_BUCKETS, 2, 24, id="one group"),
         pytest.param((1, 2), 2, 40, id="groups", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.slow
 def test_after_warm_up_nothing_compiles(monkeypatch, sizes, draft_length, width):
     """Of dimensions that no other test uses, so that nothing has been compiled before."""
-    monkeypatch.setattr(engine_module, "EXPERT_BUCKETS", sizes)
+    monkeypatch.setattr(buckets, "EXPERT_BUCKETS", sizes)
     moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=4, top_k=2)
     config = dataclasses.replace(
         SHAPES["shared"], num_layers=2, width=width, vocab_size=48, context=300, experts=moe

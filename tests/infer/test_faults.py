@@ -163,7 +163,7 @@ def test_a_prefetch_that_fails_is_only_a_miss(target, store, expected):
     class Predictor:
         """Drafts nothing useful, and has experts prefetched while none can be read."""
 
-        def consume(self, token, *, position):
+        def consume(self, token, *, position, kept=False):
             nonlocal failing
             before, failing = decoder.residency.prefetch_failures, True
             decoder.residency.prefetch(store.pairs)

@@ -179,6 +179,7 @@ def test_a_record_has_every_field():
         finish_reason="length",
         loads=(load,),
         top1_gates=(0.5,),
+        began=7.5,
         draft_seconds=1.0,
         target_seconds=2.0,
         total_seconds=3.5,
