@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dejax.config import ModelConfig
 from dejax.nn.attention import Cache, make_attention, windowed_mask
-from dejax.nn.layers import RMSNorm, SwiGLU
+from dejax.nn.layers import RMSNorm, SwiGLU, project
 from dejax.nn.router import Router, Routing
 from dejax.pytree import pytree
 from dejax.sharding import look_up
@@ -94,7 +94,7 @@ def embed(model: Transformer, tokens: Int[Array, "*rows"], dtype) -> Float[Array
 
 def logits_of(model: Transformer, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Final norm and head, in the compute dtype (at least float32)."""
-    return model.norm(x) @ head_of(model).astype(x.dtype).T
+    return project(model.norm(x), head_of(model).astype(x.dtype))
 
 
 def head_of(model: Transformer) -> Float[Array, "V D"]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dejax.nn.layers import project
 from dejax.target import Target
 from infer.buckets import expert_groups
 from infer.decode import DecodeOptions
@@ -90,7 +91,8 @@ def _feed_forward(target: Target, store: Any) -> float:
     ids = jax.device_put(np.arange(top_k, dtype=np.int32)[None])
     gates = jax.device_put(np.ones((1, top_k), dtype))
     experts = [
-        jax.device_put(np.full(form.shape, i + 1, form.dtype)) for i in range(layers * top_k)
+        jax.device_put(form.parts(np.full(form.shape, i + 1, form.dtype)))
+        for i in range(layers * top_k)
     ]
     groups = expert_groups(config, form.bytes, top_k)
     options: Any = dict(activation=config.moe.activation, packing=form.packing)
@@ -133,6 +135,6 @@ def _streaming_rate(target: Target) -> float:
     rows = max(neurons, 2**24 // width)
     weights = [jnp.full((rows, width), i, dtype) for i in range(4)]
     h = jnp.ones((1, width), dtype)
-    product = jax.jit(lambda h, weight: h @ weight.T)
+    product = jax.jit(project)
     seconds = median_seconds([lambda weight=weight: product(h, weight) for weight in weights])
     return weights[0].nbytes / seconds

@@ -73,13 +73,14 @@ class Asked:
         most = min(ids.size, self.num_experts)
         size = min(most, self.group)
         wide = np.dtype(self.dtype).itemsize == 8
-        crossing = (
-            ((*self.shape, 2), np.dtype(np.uint32)) if wide else (self.shape, np.dtype(self.dtype))
-        )
-        ask = partial(_answer, layer, "draft" if drafts else "demand", size, crossing)
+        # As in the residency: bytes, or three arrays.
+        shape, parts = (self.shape, 1) if self.packing is not None else (self.shape[1:], 3)
+        crossing = ((*shape, 2), np.dtype(np.uint32)) if wide else (shape, np.dtype(self.dtype))
+        kind = "draft" if drafts else "demand"
+        ask = partial(_answer, layer, kind, size, crossing, parts)
         shapes = (
             jax.ShapeDtypeStruct((size,), jnp.int32),
-            (jax.ShapeDtypeStruct(*crossing),) * size,
+            ((jax.ShapeDtypeStruct(*crossing),) * parts,) * size,
             jax.ShapeDtypeStruct((), jnp.int32),
         )
 
@@ -96,16 +97,20 @@ class Asked:
             return add_group(state)[2]
         return jax.lax.while_loop(lambda state: state[1] > 0, add_group, state)[2]
 
-    def _numbers(self, record: Array, dtype: Any, *, wide: bool) -> Array:
+    def _numbers(self, record: tuple[Array, ...], dtype: Any, *, wide: bool) -> Any:
         if self.packing is not None:
-            return unpack(self.packing, record, dtype)
-        return jax.lax.bitcast_convert_type(record, np.dtype(self.dtype)) if wide else record
+            return unpack(self.packing, record[0], dtype)
+        if not wide:
+            return record
+        return tuple(jax.lax.bitcast_convert_type(part, np.dtype(self.dtype)) for part in record)
 
 
-def _answer(layer: int, kind: Any, size: int, crossing: Any, engine: Any, ids: Any, first: Any):
+def _answer(
+    layer: int, kind: Any, size: int, crossing: Any, parts: int, engine: Any, ids: Any, first: Any
+):
     """The callback: asks the engine of this number."""
     number, ids, first = jax.device_get((engine, ids, first))
-    return _ENGINES[int(number)].answer(layer, kind, size, crossing, ids, int(first))
+    return _ENGINES[int(number)].answer(layer, kind, size, crossing, parts, ids, int(first))
 
 
 class CallbackEngine(WholePassEngine):
@@ -133,9 +138,10 @@ class CallbackEngine(WholePassEngine):
         kind: Any,
         size: int,
         crossing: tuple[tuple[int, ...], np.dtype],
+        parts: int,
         ids: Int[np.ndarray, "R K"],
         first: int,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    ) -> tuple[np.ndarray, tuple[Any, ...], np.ndarray]:
         """Up to `size` unique ids from the `first` on, their weights, and how many are left.
 
         Called from the step, in a thread of the runtime. Raises nothing: the pass does.
@@ -150,12 +156,15 @@ class CallbackEngine(WholePassEngine):
         except BaseException as error:  # an interrupt too: it is the pass that raises it
             self._failure, unique, arrays, left = error, [], (), 0
         shape, dtype = crossing
-        arrays = [array.view(dtype).reshape(shape) for array in arrays]
-        padding = [np.zeros(shape, dtype)] * (size - len(unique))
+        arrays = [
+            tuple(part.view(dtype).reshape(shape) for part in jax.tree.leaves(expert))
+            for expert in arrays
+        ]
+        padding = [(np.zeros(shape, dtype),) * parts] * (size - len(unique))
         padded = np.array([*unique, *[-1] * (size - len(unique))], np.int32)
         return padded, (*arrays, *padding), np.array(left, np.int32)
 
-    def _weights(self, layer: int, unique: list[int], kind: Any) -> Sequence[np.ndarray]:
+    def _weights(self, layer: int, unique: list[int], kind: Any) -> Sequence[Any]:
         if not unique:  # a pass that warms up
             return ()
         began = time.perf_counter()

@@ -10,9 +10,7 @@ Who keeps an expert on the device:
 """
 
 from collections.abc import Iterable
-
-from jax import Array
-from jaxtyping import Shaped
+from typing import Any
 
 from dejax.shapes import Pair
 from infer.prefetch import Policy, Slot
@@ -90,7 +88,7 @@ class DeviceCache:
         """One has arrived, or will not."""
         self._loading -= self._expert_bytes
 
-    def put(self, slot: Slot, array: Shaped[Array, "..."]) -> None:
+    def put(self, slot: Slot, array: Any) -> None:
         """An expert has arrived."""
         slot.array = array
         self.bytes += self._expert_bytes

@@ -224,7 +224,7 @@ class Engine:
     ) -> None:
         """The steps over `count` experts: the last one of a layer, and those before it."""
         form = self.residency.form
-        zero = jax.device_put(np.zeros(form.shape, form.dtype))
+        zero = jax.device_put(form.parts(np.zeros(form.shape, form.dtype)))
         ids = jax.device_put(np.full(count, -1, np.int32))
         x, h, chosen, gates, _ = routed
         always = self._always(self._moe_layers[0], h)

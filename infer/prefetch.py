@@ -12,10 +12,7 @@ import heapq
 import math
 import threading
 from collections.abc import Iterator
-from typing import Literal, Protocol, runtime_checkable
-
-import jax
-from jaxtyping import Shaped
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dejax.errors import FailedError
 from dejax.shapes import Pair
@@ -56,7 +53,7 @@ class Slot:
 
     Attributes:
         kind: as in `LoadEvent`; fixed once the transfer has begun.
-        array: the expert on the device, [3, F, D]; None until it has arrived.
+        array: the expert on the device (`infer.staging.OnDevice`); None until it has arrived.
         queued: whether it still stands in the queue.
         holds: bits set by the residency for whoever still needs the expert.
         speculative: prefetched and not asked for yet; counts against the prefetch bound.
@@ -84,7 +81,7 @@ class Slot:
         self.kind: Kind = kind
         self.requested = requested
         self.queued = False
-        self.array: jax.Array | None = None
+        self.array: Any = None
         self.error: FailedError | None = None
         self.holds = 0
         self.speculative = False
@@ -114,10 +111,11 @@ class Arrivals:
         waiting = (i for i, s in enumerate(self._slots[self._next :]) if not s.done.is_set())
         return next(waiting, len(self))
 
-    def take(self, count: int) -> list[Shaped[jax.Array, "..."]]:
+    def take(self, count: int) -> list[Any]:
         """The next `count` of them; waits for those that have not arrived.
 
-        Each is [3, F, D] in the compute dtype, or bytes [N] to decode with `Residency.packing`.
+        Each is gate, up and down [F, D] in the compute dtype, or bytes [N] to decode with
+        `Residency.packing`.
 
         Raises:
             FailedError: one of them cannot be read (names layer, expert and file), or the

@@ -22,11 +22,10 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Shaped
 
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.errors import FailedError, UsageError
@@ -43,7 +42,7 @@ from infer.prefetch import (
     Slot,
     TransferQueue,
 )
-from infer.staging import Stager, device_form
+from infer.staging import OnDevice, Stager, device_form
 
 _HOLD_OF = {"demand": PASS, "draft": ROUND}
 
@@ -134,9 +133,7 @@ class Residency:
         for thread in self._threads:
             thread.start()
 
-    def acquire(
-        self, layer: int, ids: Sequence[int], *, kind: PassKind
-    ) -> list[Shaped[jax.Array, "..."]]:
+    def acquire(self, layer: int, ids: Sequence[int], *, kind: PassKind) -> list[Any]:
         """Returns experts `ids` of `layer`, in that order; waits for those not on the device.
 
         Raises:
@@ -352,7 +349,7 @@ class Residency:
         return None
 
     def _arrived(
-        self, slot: Slot, array: jax.Array, booking: tuple[float, float, int], from_store: bool
+        self, slot: Slot, array: OnDevice, booking: tuple[float, float, int], from_store: bool
     ) -> None:
         start, end, number = booking
         with self._lock:

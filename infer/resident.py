@@ -159,8 +159,8 @@ def load_resident(
 
 
 @jax.jit
-def _stack(*experts: Array) -> Array:
-    return jnp.stack(experts)
+def _stack(*experts: tuple[Array, ...]) -> Array:
+    return jnp.stack([jnp.stack(parts) for parts in experts])
 
 
 @dataclass(frozen=True)

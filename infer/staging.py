@@ -26,6 +26,8 @@ from dejax.errors import UsageError
 from dejax.shapes import Pair
 from infer.prefetch import Policy
 
+OnDevice = jax.Array | tuple[jax.Array, ...]
+"""An expert on the device: its bytes, or gate, up and down."""
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _PINNED = "pinned_host"
 
@@ -35,9 +37,9 @@ class DeviceForm:
     """How an expert lies on the device.
 
     Attributes:
-        packing: of its bytes, as it is stored; None if it is numbers.
-        dtype: of the array.
-        shape: of the array.
+        packing: of its bytes, as it is stored; None if it is numbers, three arrays [F, D].
+        dtype: of what lies there.
+        shape: of it all, [3, F, D] or [bytes].
     """
 
     packing: Packing | None
@@ -48,6 +50,10 @@ class DeviceForm:
     def bytes(self) -> int:
         """Of one expert."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self, array: Shaped[np.ndarray, "..."]) -> tuple[Any, ...] | Any:
+        """An array of this shape as what is put on the device: its three parts, if numbers."""
+        return array if self.packing is not None else tuple(array)
 
 
 def device_form(
@@ -138,7 +144,7 @@ class Stager:
         """Drops every record from the page cache; returns how many are still there."""
         return sum(not self._store.forget(*pair) for pair in self._store.pairs)
 
-    def load(self, pair: Pair) -> tuple[Shaped[jax.Array, "..."], bool]:
+    def load(self, pair: Pair) -> tuple[OnDevice, bool]:
         """Returns an expert, arrived on the device, and whether it had to come from the store.
 
         Raises:
@@ -184,15 +190,16 @@ class Stager:
         return self._buffers.take(shape, dtype)
 
     def _keep(self, pair: Pair, record: Any) -> None:
+        size = _bytes_of(record)
         with self._lock:
-            if record.nbytes > self._host_bound or pair in self._host:
+            if size > self._host_bound or pair in self._host:
                 return
-            while self.host_bytes + record.nbytes > self._host_bound:
+            while self.host_bytes + size > self._host_bound:
                 victim = self._policy.pop()
                 assert victim is not None, "a full host cache has something to evict"
-                self.host_bytes -= self._host.pop(victim).nbytes
+                self.host_bytes -= _bytes_of(self._host.pop(victim))
             self._host[pair] = record
-            self.host_bytes += record.nbytes
+            self.host_bytes += size
             self._policy.add(pair)
 
     def _formed(self, record: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
@@ -212,12 +219,18 @@ class Stager:
             np.copyto(staged, numbers, casting="unsafe")
         return staged
 
-    def _put(self, pair: Pair, record: Any, where: Any) -> Shaped[jax.Array, "..."]:
+    def _put(self, pair: Pair, record: Any, where: Any) -> OnDevice:
         try:
-            staged = record if isinstance(record, jax.Array) else self._formed(record)
-            array = jax.device_put(staged, where).block_until_ready()
+            host = isinstance(record, np.ndarray)
+            staged = self._form.parts(self._formed(record)) if host else record
+            array = jax.block_until_ready(jax.device_put(staged, where))
         except Exception as error:  # whatever the backend raises, out of memory above all
             file = self._store.locate(*pair)
             raise ExpertReadError(*pair, file, f"not placed on the device: {error}") from error
-        assert array.dtype == self._form.dtype, (array.dtype, self._form.dtype)
+        dtypes = {part.dtype for part in jax.tree.leaves(array)}
+        assert dtypes == {self._form.dtype}, (dtypes, self._form.dtype)
         return array
+
+
+def _bytes_of(record: Any) -> int:
+    return sum(part.nbytes for part in jax.tree.leaves(record))

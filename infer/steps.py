@@ -123,7 +123,7 @@ def _attend_and_route(
     return (x, h, routing.ids, routing.gates, guess), cache
 
 
-def _numbers(experts: tuple[Array, ...], packing: Packing | None, dtype: Any) -> tuple[Array, ...]:
+def _numbers(experts: tuple[Any, ...], packing: Packing | None, dtype: Any) -> tuple[Any, ...]:
     """The experts of a step as numbers, if they were moved as packed bytes."""
     if packing is None:
         return experts
@@ -136,7 +136,7 @@ def sum_experts(
     ids: Int[Array, "R K"],
     gates: Float[Array, "R K"],
     unique_ids: Int[Array, " U"],
-    experts: tuple[Array, ...],
+    experts: tuple[Any, ...],
     before: Float[Array, "R D"] | None,
     *,
     activation: ClampedSwiGLU | None,
@@ -156,7 +156,7 @@ def add_experts(
     ids: Int[Array, "R K"],
     gates: Float[Array, "R K"],
     unique_ids: Int[Array, " U"],
-    experts: tuple[Array, ...],
+    experts: tuple[Any, ...],
     before: Float[Array, "R D"] | None,
     draft: Params | None,
     *,

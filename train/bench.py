@@ -207,6 +207,8 @@ def _bench_decode(args: Arguments) -> Found:
     suite = _with_link(args, _target(args))
     top_k = suite.target.config.moe.top_k
     runs = baselines(top_k) + (drafting() if suite.draft is not None else [])
+    if args.model.startswith(PREFIX):  # what random weights accept says nothing
+        runs = [run for run in runs if run.mode == "ar"]
     return _decode(args, suite, runs)
 
 

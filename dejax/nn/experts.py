@@ -3,8 +3,11 @@
 An expert is one array [3, F, D]: gate projection, up projection, and the down projection
 transposed, so that it is loaded, checked and moved as one record. With biases it is [3, F + 1,
 D + 1]: the last column has the biases of gate and up, the last row that of down, and zeros fill the
-rest. Both functions add a row's experts in ascending expert id; padding has weight zero. A row's
-sum therefore depends neither on which other experts the pass uses nor on the size bucket.
+rest. In decoding its three parts are arrays of their own: on CPU, a product with a part of a larger
+array copies that part first (three to six times as long at DeepSeek-V2-Lite's width).
+
+Both functions add a row's experts in ascending expert id; padding has weight zero. A row's sum
+therefore depends neither on which other experts the pass uses nor on the size bucket.
 """
 
 from functools import partial
@@ -16,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from dejax.config import ClampedSwiGLU
 
-Expert = Float[Array, "3 _F _D"]
-"""Its last two axes are one longer than the neurons and the width where it has biases."""
+Expert = Float[Array, "3 _F _D"] | tuple[Array, ...]
+"""An array, or its three parts. The last two axes are one longer than the neurons and the width
+where it has biases."""
 
 
 def glu(
@@ -31,9 +35,10 @@ def glu(
     return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
 
 
-def has_bias(expert: Float[Array, "*stack 3 _F _D"], width: int) -> bool:
-    """Whether records of this shape hold biases, for a model of this width."""
-    return expert.shape[-1] == width + 1
+def has_bias(expert: Expert | Float[Array, "*stack 3 _F _D"], width: int) -> bool:
+    """Whether experts of this shape hold biases, for a model of this width."""
+    some = expert[0] if isinstance(expert, tuple) else expert
+    return some.shape[-1] == width + 1
 
 
 def inner_outputs(

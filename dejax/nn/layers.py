@@ -10,6 +10,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 
+def project(
+    x: Float[Array, "*rows in_dim"], weight: Float[Array, "out_dim in_dim"]
+) -> Float[Array, "*rows out_dim"]:
+    """x W^T. One row is W x: on CPU, what made the row is else computed anew for every output."""
+    if x.ndim == 2 and x.shape[0] == 1:
+        return (weight @ x[0])[None]
+    return x @ weight.T
+
+
 class Linear(nnx.Module):
     """y = x W^T (+ b). `weight`: [out, in]; `bias`: [out] or None."""
 
@@ -21,7 +30,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*rows in_dim"]) -> Float[Array, "*rows out_dim"]:
-        y = x @ self.weight[...].astype(x.dtype).T
+        y = project(x, self.weight[...].astype(x.dtype))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

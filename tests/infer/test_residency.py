@@ -43,19 +43,22 @@ def test_experts_come_in_the_order_of_the_ids(kind, cache):
 def test_experts_have_the_compute_dtype(stored, compute):
     with jax.enable_x64(compute == "float64"):
         with make(build_store(dtype=stored), compute_dtype=compute) as residency:
-            (array,) = residency.acquire(2, [5], kind="demand")
-            assert array.dtype == compute
-            assert residency.bytes_per_expert == residency.device_bytes == array.nbytes
-            np.testing.assert_array_equal(jax.device_get(array).astype(np.float32), EXPECTED[2, 5])
+            (parts,) = residency.acquire(2, [5], kind="demand")
+            assert {part.dtype for part in parts} == {np.dtype(compute)}
+            size = sum(part.nbytes for part in parts)
+            assert residency.bytes_per_expert == residency.device_bytes == size
+            found = np.stack(jax.device_get(parts)).astype(np.float32)
+            np.testing.assert_array_equal(found, EXPECTED[2, 5])
 
 
 def test_experts_go_to_the_device_asked_for():
     with make(device=jax.devices()[0]) as residency:
-        (array,) = residency.acquire(2, [5], kind="demand")
-        assert array.committed and array.devices() == {jax.devices()[0]}
+        (parts,) = residency.acquire(2, [5], kind="demand")
+        assert all(part.committed for part in parts)
+        assert all(part.devices() == {jax.devices()[0]} for part in parts)
     with make() as residency:
-        (array,) = residency.acquire(2, [5], kind="demand")
-        assert not array.committed
+        (parts,) = residency.acquire(2, [5], kind="demand")
+        assert not any(part.committed for part in parts)
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
@@ -151,7 +154,7 @@ def test_begin_round_ends_what_was_left_open():
 def test_an_evicted_expert_is_freed():
     with make(cache=0) as residency:
         arrays = residency.acquire(1, [0, 1], kind="demand")
-        references = [weakref.ref(array) for array in arrays]
+        references = [weakref.ref(part) for parts in arrays for part in parts]
         del arrays
         assert all(reference() is not None for reference in references)
         residency.end_pass()
