@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
@@ -28,7 +27,6 @@ from infer.prefetch import Policy
 
 OnDevice = jax.Array | tuple[jax.Array, ...]
 """An expert on the device: its bytes, or gate, up and down."""
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _PINNED = "pinned_host"
 
 
@@ -210,13 +208,7 @@ class Stager:
             return numbers
         # On CPU `device_put` takes aligned memory over, which saves the copy.
         staged = self._take(form.shape, form.dtype)
-        if numbers.dtype == _BFLOAT16 and form.dtype == np.float32:
-            # A bfloat16 is the upper half of a float32. (Twice as fast as a cast.)
-            halves = staged.view(np.uint16).reshape(*form.shape, 2)
-            halves[..., 0] = 0
-            halves[..., 1] = numbers.view(np.uint16)
-        else:
-            np.copyto(staged, numbers, casting="unsafe")
+        np.copyto(staged, numbers, casting="unsafe")
         return staged
 
     def _put(self, pair: Pair, record: Any, where: Any) -> OnDevice:
