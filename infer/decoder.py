@@ -24,6 +24,9 @@ from infer.timing import Pace
 from infer.trace import Round
 from infer.units import format_bytes
 
+LARGE_EXPERT = 2**20
+"""Bytes from which reading and casting take longer than handing over to a thread."""
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -36,7 +39,8 @@ class Offload:
       device_cache, host_cache: bytes of the two caches (None: unlimited).
       link: what experts cross.
       unpack: where experts become numbers of the compute dtype, as in `Residency`.
-      readers: threads that make transfers.
+      readers: threads that make transfers; None is four for large experts, one for small ones, for
+        which more threads would only be in the way of each other.
       prefetch: most bytes of prefetched experts that nobody has asked for yet; None is about what
         the rows of a draft of six need (more is rarely predicted right).
       look_ahead: whether target passes ask for what the next layer will probably use.
@@ -47,7 +51,7 @@ class Offload:
     host_cache: int | None = None
     link: Link = field(default_factory=lambda: parse_link("real"))
     unpack: Literal["host", "device"] | None = None
-    readers: int = 2
+    readers: int | None = None
     prefetch: int | None = None
     look_ahead: bool = False
     engine: EngineName = "host"
@@ -105,6 +109,13 @@ def _host_device() -> Any:
     return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
 
 
+def readers_of(readers: int | None, expert_bytes: int) -> int:
+    """The number of threads that make transfers of experts of this size."""
+    if readers is not None:
+        return readers
+    return 4 if expert_bytes >= LARGE_EXPERT else 1
+
+
 def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residency:
     dtype = np.dtype(target.compute_dtype)
     size = device_form(store, dtype, offload.unpack).bytes
@@ -116,7 +127,7 @@ def _residency(target: Target, store: ExpertStore, offload: Offload) -> Residenc
         link=offload.link,
         compute_dtype=dtype,
         unpack=offload.unpack,
-        readers=offload.readers,
+        readers=readers_of(offload.readers, size),
         # A callback hands host memory over: on an accelerator its experts must not go there first.
         device=_host_device() if offload.engine == "callback" else None,
         prefetch_bytes=(

@@ -111,7 +111,7 @@ class Engine:
             if layer.router is not None and layer.shared is not None:
                 part, state = nnx.split(layer.shared)
                 self._shared[index] = shared_step(part), nnx.to_pure_dict(state)
-            if self.look_ahead and {index, index + 1} <= set(self._moe_layers):
+            if {index, index + 1} <= set(self._moe_layers):
                 ahead, ahead_params = next_router(model.layers[index + 1])
                 self._ahead[index] = layer_step(definition, ahead), params, ahead_params
         definition, self._outer = split_outer(model)
@@ -206,7 +206,9 @@ class Engine:
         masks = self._visible(start, positions, ancestors)
         routed = ()
         for index in {0, *self._moe_layers[:1]}:
-            kinds = (False, True) if index in self._ahead else (False,)
+            # Drafts look ahead too, if they prefetch.
+            looks = index in self._ahead and (self.look_ahead or size == 1)
+            kinds = (False, True) if looks else (False,)
             for ahead in kinds:
                 mask = masks.of_layer(self._windowed[index])
                 out = self._layer(index, x, start, positions, mask, ahead=ahead)
@@ -251,7 +253,7 @@ class Engine:
         """The draft path over one token at slot `start`: shared + top-r (+ draft expert).
 
         With `prefetch`, what a layer's router chooses is asked for at once, so that it comes while
-        the layers after it are computed.
+        the layers after it are computed, and so is what the pass itself will probably need next.
         """
         self._prefetches = prefetch
         return self._pass([token], start=start, rows_wanted=1, kind="draft", r=r)
@@ -273,9 +275,10 @@ class Engine:
         x = self._embed(self._outer, tokens_in, self._like)
         masks = self._visible(start_in, positions, ancestors)
         routed_ids, top_gates, used = {}, [], set()
+        ahead = self.look_ahead if kind == "demand" else self._prefetches
         for index in range(len(self._layers)):
             mask = masks.of_layer(self._windowed[index])
-            out = self._layer(index, x, start_in, positions, mask, ahead=kind == "demand")
+            out = self._layer(index, x, start_in, positions, mask, ahead=ahead)
             if index not in self._moe_layers:
                 x = out
                 continue
@@ -336,8 +339,10 @@ class Engine:
         unique = np.unique(ids_host if r is None else ids_host[:, :r]).tolist()
         arrivals = self.residency.request(layer, unique, kind=kind)
         if kind == "draft" and self._prefetches:
+            if guess_host is not None:  # what this very pass will wait for goes first
+                self.residency.request(layer + 1, guess_host[0, :r].tolist(), kind="draft")
             self.residency.prefetch([(layer, expert) for expert in ids_host[0].tolist()])
-        if guess_host is not None:
+        elif guess_host is not None:
             found = np.unique(guess_host[:rows]).tolist()
             self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
         draft = self._draft_params.get(layer) if kind == "draft" else None

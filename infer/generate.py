@@ -255,7 +255,6 @@ class Arguments:
             draft=draft,
             draft_length=0 if self.mode == "ar" else self.decoding.draft_length,
             r=self.decoding.r if self.mode in PATH_MODES else 0,
-            readers=Offload().readers,
         )
 
 

@@ -29,6 +29,7 @@ from dejax.errors import UsageError
 from dejax.nn.attention import init_cache
 from dejax.target import STORE_DIR, Outline
 from infer.buckets import PREFILL_ROWS
+from infer.decoder import readers_of
 from infer.inspect import resident_params
 from infer.staging import DeviceForm, device_form
 from infer.units import format_bytes
@@ -155,7 +156,6 @@ def plan_decode(
     draft: Draft | None,
     draft_length: int,
     r: int,
-    readers: int,
 ) -> MemoryPlan:
     """`plan_memory` of a converted folder, of which no weight is loaded yet.
 
@@ -173,10 +173,11 @@ def plan_decode(
         )
     store = ExpertStore.open(folder / STORE_DIR)
     compute = np.promote_types(held, np.float32)
+    form = device_form(store, compute, None)
     layers = outline.config.moe_layers if draft is not None else ()
     return plan_memory(
         outline.config,
-        device_form(store, compute, None),
+        form,
         budget=budget,
         weights=resident_params(outline.config) * held.itemsize,
         record_bytes=store.bytes_per_expert,
@@ -189,5 +190,5 @@ def plan_decode(
         compute_dtype=compute,
         draft_length=draft_length,
         r=r,
-        readers=readers,
+        readers=readers_of(None, form.bytes),
     )

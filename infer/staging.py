@@ -126,6 +126,12 @@ class Stager:
         if self.pinned:
             self._device = jax.sharding.SingleDeviceSharding(on)
             self._pinned_at = jax.sharding.SingleDeviceSharding(on, memory_kind=_PINNED)
+        # Where a record in memory is what the device needs, and the device is the host, nothing is
+        # copied: the same arrays are handed out each time, which also saves making them.
+        plain = form.packing is None and form.dtype == store.numbers
+        lies_there = store.path is None and on.platform == "cpu" and not self._host_bound
+        self._in_place = plain and lies_there and not self.pinned
+        self._placed: dict[Pair, tuple[int, OnDevice]] = {}
         # JAX's contexts are per thread: what holds where the residency is made is taken along.
         self._default_device = jax.config.jax_default_device  # pyright: ignore
 
@@ -140,7 +146,7 @@ class Stager:
 
     def forget_all(self) -> int:
         """Drops every record from the page cache; returns how many are still there."""
-        return sum(not self._store.forget(*pair) for pair in self._store.pairs)
+        return sum(not self._store.forget(*pair, flush=True) for pair in self._store.pairs)
 
     def load(self, pair: Pair) -> tuple[OnDevice, bool]:
         """Returns an expert, arrived on the device, and whether it had to come from the store.
@@ -154,6 +160,8 @@ class Stager:
                 self._policy.remove(pair)
                 self._policy.add(pair)
         from_store = record is None
+        if self._in_place:
+            return self._put_in_place(pair, self._read(pair)), from_store
         if record is None:
             record = self._read(pair)
             if self.pinned:
@@ -161,9 +169,19 @@ class Stager:
             self._keep(pair, record)
         return self._put(pair, record, self._device), from_store
 
+    def _put_in_place(self, pair: Pair, record: Shaped[np.ndarray, "..."]) -> OnDevice:
+        """The arrays over a record in memory, made once."""
+        address = record.__array_interface__["data"][0]
+        known, array = self._placed.get(pair, (None, ()))
+        if known != address:
+            array = self._put(pair, record, self._device)
+            self._placed[pair] = address, array
+        return array
+
     def close(self) -> None:
         """Drops the host cache and the memory that is kept for later."""
         self._host.clear()
+        self._placed.clear()
         self._buffers.clear()
 
     def _read(self, pair: Pair) -> Shaped[np.ndarray, "..."]:

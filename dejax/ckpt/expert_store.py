@@ -375,13 +375,16 @@ class ExpertStore:
             reason = f"checksum {checksum:08x}, expected {self._checksums[pair]:08x}; {_MEND}"
             raise fail(reason)
 
-    def forget(self, layer: int, expert: int) -> bool:
+    def forget(self, layer: int, expert: int, *, flush: bool = False) -> bool:
         """Drops a record's file from the page cache, so that the next read comes from the disk.
 
-        Returns whether it is gone from there, which is checked. For a folder only.
+        Returns whether it is gone from there, which is checked. For a folder only. `flush` first
+        writes out what is not on the disk yet, which else stays.
         """
         handle = os.open(file_of(self.path, (layer, expert)), os.O_RDONLY)
         try:
+            if flush:
+                os.fsync(handle)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.preadv(handle, [bytearray(1)], self.bytes_per_expert // 2, os.RWF_NOWAIT)
         except BlockingIOError:  # it would have to wait for the disk
