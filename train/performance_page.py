@@ -7,6 +7,7 @@ its words; a model's files are told together, in the order given.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,8 +92,10 @@ def about_machine(result: dict[str, Any]) -> str:
     """One sentence on what a result was measured with."""
     machine, versions = result["machine"], result["versions"]
     where = f"{machine['cpus']} CPU cores" if machine["backend"] == "cpu" else machine["device"]
+    # Where the results went is nobody's business.
+    command = re.sub(r" --(json|out) \S+", "", result["command"])
     return (
-        f"`{result['command']}` on {where}, {format_bytes(machine['memory_bytes'])}, load "
+        f"`{command}` on {where}, {format_bytes(machine['memory_bytes'])}, load "
         f"{machine['load_average'][0]:.1f} at the end, jax {versions['jax']}."
     )
 
