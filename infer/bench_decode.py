@@ -11,11 +11,15 @@ from typing import Any
 
 from infer.bench_limits import Limits
 from infer.bench_rows import Row, peak_rss, spread
-from infer.report import rounds_of
+from infer.report import identity, rounds_of
 from infer.suite import Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
+
+
+def _full(**changes: Any) -> dict[str, Any]:
+    return FULL | changes
 
 
 def baselines(top_k: int) -> list[Run]:
@@ -25,6 +29,7 @@ def baselines(top_k: int) -> list[Run]:
         Run(f"AR, {LOOK}", "ar", look_ahead=True),
         Run("AR, half cached (LRU)", "ar", cache=0.5),
         Run(f"AR, half cached (LRU), {LOOK}", "ar", cache=0.5, look_ahead=True),
+        Run("n-gram, K=6", "n-gram", draft_length=6),
     ]
     runs += [
         Run(f"top-{r}, K={k}", "top-r", r=r, draft_length=k)
@@ -43,6 +48,9 @@ def drafting() -> list[Run]:
         Run("draft-expert, K=6, truncated", mode, draft_length=6, truncate=True),
         Run("draft-expert, K=6, truncated, prefetch", mode, **FULL),
         Run(f"draft-expert, K=6, truncated, prefetch, {LOOK}", mode, look_ahead=True, **FULL),
+        Run("draft-expert, K=6, cost, prefetch", mode, **_full(controller="cost")),
+        Run("draft-expert, K=6, random, prefetch", mode, **_full(controller="random")),
+        Run("draft-expert, K=6, confidence only, prefetch", mode, **_full(budget="off")),
         Run("draft-expert, K=6, half cached, prefetch", mode, cache=0.5, **FULL),
         Run(
             f"draft-expert, K=6, half cached, prefetch, {LOOK}",
@@ -71,7 +79,7 @@ def draft_lengths() -> list[Run]:
     runs = [Run("AR", "ar")]
     for length in (1, 2, 4, 6, 8):
         runs.append(Run(f"K={length}, prefetch", mode, draft_length=length, prefetch=True))
-        options: dict[str, Any] = FULL | dict(draft_length=length)
+        options = _full(draft_length=length)
         runs.append(Run(f"K={length}, truncated, prefetch", mode, **options))
     return runs
 
@@ -165,6 +173,7 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         peak_rss_bytes=peak_rss(),
         repeats=len(rates),
         spread=spread(rates),
+        factors=None if run.mode == "ar" else identity(found, ar),
     )
 
 

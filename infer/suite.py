@@ -48,6 +48,7 @@ class Run:
     prefetch: bool = False
     tau: float = 0.2
     controller: str = "consumer"
+    budget: int | str | None = None
     cache: float = 0.0
     temperature: float = 0.0
     look_ahead: bool = False
@@ -64,6 +65,7 @@ class Run:
             truncate=self.truncate,
             tau=self.tau,
             controller=self.controller,  # pyright: ignore[reportArgumentType]
+            budget=self.budget,  # pyright: ignore[reportArgumentType]
         )
         return DecodeOptions(
             mode=self.mode,

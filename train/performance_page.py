@@ -88,6 +88,29 @@ def rows_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(["run", *(COLUMNS[name][0] for name in kept)], cells)
 
 
+FACTORS = {
+    "tokens_per_round": "tokens a round",
+    "cost_verify": "verify",
+    "cost_draft_total": "draft",
+    "cost_other": "other",
+    "predicted_speedup": "tokens / costs",
+    "measured_speedup": "measured",
+}
+"""Columns of the table of factors."""
+
+
+def factors_table(rows: Sequence[dict[str, Any]]) -> str | None:
+    """What each speedup is made of; None where no row tells."""
+    told = [row for row in rows if row.get("factors")]
+    if not told:
+        return None
+    cells = [
+        [row["name"], *("-" if v is None else f"{v:.2f}" for v in map(row["factors"].get, FACTORS))]
+        for row in told
+    ]
+    return table(["costs in autoregressive steps", *FACTORS.values()], cells)
+
+
 def about_machine(result: dict[str, Any]) -> str:
     """One sentence on what a result was measured with."""
     machine, versions = result["machine"], result["versions"]
@@ -111,6 +134,8 @@ def section(result: dict[str, Any], folder: Path) -> str:
         what = "; ".join(simulated) if simulated else "; ".join(links)
         parts.append(prose(f"{'**Simulated links**' if simulated else 'Links'}: {what}."))
     parts.append(rows_table(rows))
+    if (factors := factors_table(rows)) is not None:
+        parts.append(factors)
     name = "".join(c if c.isalnum() else "-" for c in model) + f"-{suite}.png"
     if plot_suite(suite, rows, folder / name):
         parts.append(f"![{suite}, {model}]({folder.name}/{name})")
