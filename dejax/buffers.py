@@ -52,7 +52,8 @@ class BufferPool:
 
 
 def _new_block(size: int) -> mmap.mmap:
-    block = mmap.mmap(-1, max(size, 1))
+    # Shared memory, the default, would get no huge pages.
+    block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= 2**21 and hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block

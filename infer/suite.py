@@ -133,7 +133,11 @@ def _decoder(suite: Suite, store: ExpertStore, place: tuple[bool, float, bool]) 
     drafts, cache, look_ahead = place
     size = device_form(store, suite.target.compute_dtype, None).bytes
     offload = Offload(
-        device_cache=int(cache * len(store.pairs)) * size, link=suite.link, look_ahead=look_ahead
+        device_cache=int(cache * len(store.pairs)) * size,
+        # What it holds would not be read from the disk.
+        host_cache=0 if suite.link.cold else None,
+        link=suite.link,
+        look_ahead=look_ahead,
     )
     draft = suite.draft if drafts else None
     return Decoder(suite.target, draft=draft, offload=offload, capacity=suite.capacity, store=store)

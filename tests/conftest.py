@@ -1,9 +1,12 @@
 """Shape checks on for our packages, and which tests run when nobody names them."""
 
+import gc
 import os
 import tempfile
+from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -19,6 +22,18 @@ hypothesis.settings.register_profile("dejax", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("dejax")
 
 ON_REQUEST = ("gpu", "hf")
+MOST_MAPPINGS = 30_000
+"""Linux allows a process 65,530; every compiled program takes three, and the next one aborts it."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs():
+    """Forgets what was compiled once it has become too much for one process."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
