@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from infer.bench_limits import Limits
-from infer.bench_rows import Row, peak_rss, spread
+from infer.bench_rows import Row, spread
+from infer.memory import peak_rss
 from infer.report import identity, rounds_of
 from infer.suite import Result, Run, Suite, run_all
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.shapes import Pair
-from infer.bench_rows import Row, peak_rss, spread
+from infer.bench_rows import Row, spread
 from infer.console import Advance
 from infer.link import Link, parse_link
+from infer.memory import peak_rss
 from infer.prefetch import Arrivals
 from infer.residency import Residency
 

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,11 +75,6 @@ class Row:
 def spread(values: Sequence[float]) -> float | None:
     """(largest - smallest) / median; None for a single value."""
     return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None
-
-
-def peak_rss() -> int:
-    """Most bytes that this process had resident so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def machine() -> dict[str, Any]:

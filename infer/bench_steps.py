@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dejax.draft.expert import Draft
-from infer.bench_rows import Row, peak_rss, spread
+from infer.bench_rows import Row, spread
 from infer.console import Advance
 from infer.decode import DecodeOptions
 from infer.decoder import Decoder, Offload
+from infer.memory import peak_rss
 from infer.suite import Suite
 
 Case = tuple[str, int, Draft | None]

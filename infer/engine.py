@@ -170,7 +170,7 @@ class Engine:
         """
         self.begin()
         for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
-            x, routed = self._warm_layers(size)
+            x, routed = self._warm_layers(size, drafts=r is not None)
             if routed:
                 self._warm_buckets(routed, size, r=r)
             self._rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
@@ -198,7 +198,7 @@ class Engine:
             draft = self._draft_params.get(self._moe_layers[0])
             self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
 
-    def _warm_layers(self, size: int) -> tuple[Array, tuple]:
+    def _warm_layers(self, size: int, *, drafts: bool) -> tuple[Array, tuple]:
         """One run of each kind of layer over `size` rows; the last residual stream and routing."""
         inputs = self._inputs([0] * size, 0, None, size)
         tokens, positions, start, ancestors = inputs
@@ -207,7 +207,7 @@ class Engine:
         routed = ()
         for index in {0, *self._moe_layers[:1]}:
             # Drafts look ahead too, if they prefetch.
-            looks = index in self._ahead and (self.look_ahead or size == 1)
+            looks = index in self._ahead and (self.look_ahead or (drafts and size == 1))
             kinds = (False, True) if looks else (False,)
             for ahead in kinds:
                 mask = masks.of_layer(self._windowed[index])

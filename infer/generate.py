@@ -30,7 +30,6 @@ from infer.arguments import (
     Positional,
     parse,
 )
-from infer.bench_rows import peak_rss
 from infer.console import progress, say
 from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
@@ -39,7 +38,7 @@ from infer.engines import DeviceCache, EngineName, device_cache_bytes
 from infer.generation import Generation, to_generation
 from infer.link import parse_link
 from infer.loading import load_shown
-from infer.memory import MemoryPlan, plan_decode
+from infer.memory import MemoryPlan, peak_rss, plan_decode
 from infer.output import report
 from infer.prompts import OnBad, count_prompts, encode_prompts, is_text, left_out, read_prompts
 from infer.report import stats

@@ -14,6 +14,7 @@ the memory of the process; elsewhere that of the accelerator, and `--host-cache`
 
 import math
 import os
+import resource
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ def resident_now() -> int:
     """Bytes that this process has in memory now."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_rss() -> int:
+    """Most bytes that this process had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def plan_memory(

@@ -110,9 +110,12 @@ class Residency:
             cold=link.cold,
             device=device,
         )
-        if link.cold:
-            self.stager.forget_all()
         self._pairs = frozenset(store.pairs)
+        if link.cold and (kept := self.stager.forget_all()):
+            raise FailedError(
+                f"{kept} of {len(self._pairs)} experts stay in the page cache, so that their reads "
+                f"would not come from the disk; put {store.path} on another file system"
+            )
         self._record_bytes = store.bytes_per_expert
         bound = math.inf if device_cache_bytes is None else device_cache_bytes
         self._cache = DeviceCache(policy(), bound=bound, expert_bytes=form.bytes)

@@ -164,7 +164,7 @@ class Stager:
             return self._put_in_place(pair, self._read(pair)), from_store
         if record is None:
             record = self._read(pair)
-            if self.pinned:
+            if self.pinned and self._host_bound:  # else it would only be copied once more
                 record = self._put(pair, record, self._pinned_at)
             self._keep(pair, record)
         return self._put(pair, record, self._device), from_store

@@ -17,7 +17,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.sampling import SamplingConfig
-from dejax.target import Target, load_target, read_outline
+from dejax.target import Target, read_outline
 from infer.arguments import (
     DraftSpec,
     InputFile,
@@ -35,6 +35,7 @@ from infer.engines import device_cache_bytes
 from infer.generate import capacity_of, generate
 from infer.generation import Generation
 from infer.link import parse_link
+from infer.loading import load_shown
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
 from infer.report import stats
@@ -165,8 +166,7 @@ def main(argv: list[str]) -> int:
     prices: list[dict[str, Any]] = []
     for dtype in args.dtypes or ("float32",):
         with jax.enable_x64(True) if dtype == "float64" else nullcontext():
-            say(f"loading {args.model} as {dtype}")
-            target = load_target(args.model, dtype)
+            target = load_shown(args.model, dtype)
             fits = _fitting(target, prompts, args)
             rows += _verify(target, fits, draft, args, dtype)
             if args.decoding.strict:

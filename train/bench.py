@@ -14,7 +14,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.ckpt.expert_codec import OPTIONS
 from dejax.config import DraftConfig, ModelConfig
 from dejax.errors import FailedError, UsageError
-from dejax.target import Target, load_target, read_outline
+from dejax.target import Target, read_outline
 from infer.arguments import (
     DraftSpec,
     InputFile,
@@ -41,11 +41,13 @@ from infer.bench_decode import (
 from infer.bench_limits import measure_limits
 from infer.bench_link import bench_link, count_cases
 from infer.bench_plots import plot_suite
-from infer.bench_rows import Row, document, peak_rss, show
+from infer.bench_rows import Row, document, show
 from infer.bench_steps import bench_draft, bench_verify
 from infer.console import progress, say
 from infer.decoder import Offload, expert_store
 from infer.link import parse_link
+from infer.loading import load_shown
+from infer.memory import peak_rss
 from infer.output import check_output_folder, report, write_json
 from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
 from infer.suite import LOAD_TO_COMPUTE, Run, Suite, choose_link
@@ -150,8 +152,7 @@ def _target(args: Arguments) -> Target:
     if args.model.startswith(PREFIX):
         encoding = OPTIONS[args.experts or "bf16"]
         return synthetic_target(args.model, experts=encoding, out=args.store)
-    say(f"loading {args.model}")
-    return load_target(args.model)
+    return load_shown(args.model)
 
 
 def _with_link(args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE) -> Suite:
