@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from dejax.buffers import ALIGNMENT, BufferPool
-from dejax.ckpt import expert_codec
+from dejax.ckpt import expert_codec, page_cache
 from dejax.ckpt.store_layout import (
     AGAIN,
     JOURNAL,
@@ -376,22 +376,9 @@ class ExpertStore:
             raise fail(reason)
 
     def forget(self, layer: int, expert: int, *, flush: bool = False) -> bool:
-        """Drops a record's file from the page cache, so that the next read comes from the disk.
-
-        Returns whether it is gone from there, which is checked. For a folder only. `flush` first
-        writes out what is not on the disk yet, which else stays.
-        """
-        handle = os.open(file_of(self.path, (layer, expert)), os.O_RDONLY)
-        try:
-            if flush:
-                os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.preadv(handle, [bytearray(1)], self.bytes_per_expert // 2, os.RWF_NOWAIT)
-        except BlockingIOError:  # it would have to wait for the disk
-            return True
-        finally:
-            os.close(handle)
-        return False
+        """Drops a record's file from the page cache, as `page_cache.drop`. For a folder only."""
+        path = file_of(self.path, (layer, expert))
+        return page_cache.drop(path, self.bytes_per_expert // 2, flush=flush)
 
     def decode(self, record: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "3 F D"]:
         """The numbers of what `read` returned."""

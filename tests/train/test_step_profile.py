@@ -32,6 +32,6 @@ def test_a_product_is_seen():
     a = jnp.ones((512, 512))
     product(a).block_until_ready()
     found = profile(lambda: product(a), product.lower(a).compile().as_text())
-    assert found[0]["kind"] == "other products"
+    assert {row["kind"] for row in found} == {"other products", REST}
     assert sum(row["share"] for row in found) == pytest.approx(1)
     assert [row["seconds"] for row in found] == sorted((r["seconds"] for r in found), reverse=True)
