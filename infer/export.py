@@ -1,20 +1,28 @@
 """Writes a target or draft experts for other programs: `dejax export MODEL --format F --out P`.
 
 `safetensors` is dejax's own adapter folder (see `dejax.ckpt.draft_state`), checked against MODEL
-and written anew; with `--draft init:SEED` it is that of untrained draft experts. `gguf` is a file
-for llama.cpp (see `dejax.export.gguf`): the target, the draft experts, or both as one model.
+and written anew; with `--draft init:SEED` it is that of untrained draft experts. `torch` is a
+folder for Hugging Face `transformers`, `gguf` a file for llama.cpp: the target, the draft experts,
+or both as one model (see `dejax.export`).
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import check_draft_folder, draft_tensors, resolve_draft, save_draft
+from dejax.ckpt.tensor_files import read_json
+from dejax.ckpt.whole_folder import whole_folder
+from dejax.draft.expert import Draft
 from dejax.errors import UsageError
-from dejax.export import gguf
+from dejax.export import gguf, torch_model
 from dejax.export.gguf_file import gguf_package
-from dejax.target import Outline, read_outline
+from dejax.export.provenance import without_folders, without_origin
+from dejax.export.torch_adapter import companions
+from dejax.target import Outline, model_folder, read_outline
 from infer.arguments import (
+    Bytes,
     DraftSpec,
     Model,
     OutputFile,
@@ -24,23 +32,22 @@ from infer.arguments import (
     parse,
 )
 from infer.console import print_table, progress, say
+from infer.convert import copy_companions
 from infer.output import check_output, check_output_folder, check_room, make_folder, report
 from infer.units import format_bytes
 
-FORMATS = ("safetensors", "gguf")
-LATER = ("torch",)
+FORMATS = ("safetensors", "torch", "gguf")
+SHARD = 5 * 10**9
 _MB = 1e6
 
 Kind = Literal["target", "adapter", "draft-model"]
 
 
 def export_format(text: str) -> str:
-    """`--format`: one that this version writes."""
-    if text in LATER:
-        raise UsageError(f"{text} is not available in this version; use safetensors or gguf")
+    """`--format`: one that is written."""
     if text not in FORMATS:
-        hint = did_you_mean(text, FORMATS + LATER)
-        raise UsageError(f"{text!r} is unknown; expected safetensors or gguf{hint}")
+        hint = did_you_mean(text, FORMATS)
+        raise UsageError(f"{text!r} is unknown; expected {' or '.join(FORMATS)}{hint}")
     return text
 
 
@@ -51,36 +58,64 @@ class Arguments:
     model: Positional[Model]
     """A Hugging Face folder, a converted folder, or tiny."""
     out: Annotated[Path, ParsedBy(Path, "PATH")]
-    """safetensors: folder to write; an adapter that is there is replaced. gguf: file to write."""
+    """Folder to write; an adapter that is there is replaced. gguf: file to write."""
     draft: DraftSpec | None = None
     """Draft experts: a folder from `dejax distill`, or untrained ones. safetensors needs them."""
     format: Annotated[str, ParsedBy(export_format, "FORMAT")] = "safetensors"
-    """What to write: safetensors, dejax's adapter folder, or gguf, a file for llama.cpp."""
+    """What to write: safetensors, dejax's adapter folder; torch, a folder for Hugging Face
+    transformers; or gguf, a file for llama.cpp."""
     as_: Kind | None = None
-    """gguf: the target (default without --draft), the draft experts alone (adapter, default with
-    --draft), or the drafter as a model of its own (draft-model)."""
+    """torch, gguf: the target (default without --draft), the draft experts alone (adapter, default
+    with --draft), or the drafter as a model of its own (draft-model)."""
+    weights: Literal["ema", "raw"] | None = None
+    """Which weights of a draft that was trained with an average: the average (ema), which is what
+    it holds first, or those of the last step (raw)."""
     dtype: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4"] | None = None
-    """gguf: what tensors are stored as; by default as in MODEL, and f32 for an adapter."""
+    """torch (f32, f16, bf16), gguf: what tensors are stored as; by default as in MODEL, and f32 for
+    an adapter."""
+    max_shard_size: Bytes = SHARD
+    """torch: most bytes of tensors in a file of a target or draft model."""
     json: OutputFile | None = None
     """Write what was done here as JSON; - is standard output."""
 
     def __post_init__(self):
-        if self.format == "gguf":
-            if self.kind == "target" and self.draft is not None:
-                raise UsageError("--as target writes no draft experts; leave --draft out")
-            if self.kind != "target" and self.draft is None:
-                raise UsageError(f"--draft is missing: --as {self.kind} writes draft experts")
-            return
-        if self.draft is None:
+        if self.draft is None and self.format == "safetensors":
             raise UsageError("--draft is missing: safetensors is the format of draft experts")
-        for flag, value in (("--as", self.as_), ("--dtype", self.dtype)):
-            if value is not None:
-                raise UsageError(f"{flag} is for --format gguf; safetensors has one form")
+        if self.kind == "target" and self.draft is not None:
+            raise UsageError("--as target writes no draft experts; leave --draft out")
+        if self.kind != "target" and self.draft is None:
+            raise UsageError(f"--draft is missing: --as {self.kind} writes draft experts")
+        if self.weights is not None and self.draft is None:
+            raise UsageError("--weights is for draft experts; give --draft")
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Refuses options that the format has no place for."""
+        if self.format == "safetensors":
+            for flag, value in (("--as", self.as_), ("--dtype", self.dtype)):
+                if value is not None:
+                    raise UsageError(f"{flag} is for --format torch or gguf")
+        if self.format == "torch" and self.dtype is not None:
+            if self.kind == "adapter":
+                raise UsageError("--dtype: an adapter for torch is float32, as in training")
+            if self.dtype not in torch_model.DTYPES:
+                known = ", ".join(torch_model.DTYPES)
+                raise UsageError(f"--dtype {self.dtype} is for --format gguf; torch has {known}")
+        sharded = self.format == "torch" and self.kind != "adapter"
+        if self.max_shard_size != SHARD and not sharded:
+            raise UsageError("--max-shard-size is for --format torch, a target or a draft model")
+        if self.max_shard_size == 0:
+            raise UsageError("--max-shard-size is 0; expected a number of bytes, such as 2GB")
 
     @property
     def kind(self) -> Kind:
-        """What a GGUF file is to hold."""
+        """What is to be written."""
         return self.as_ or ("target" if self.draft is None else "adapter")
+
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether the result is an adapter folder."""
+        return self.format != "gguf" and self.kind == "adapter"
 
 
 def main(argv: list[str]) -> int:
@@ -89,7 +124,15 @@ def main(argv: list[str]) -> int:
     args = parse(Arguments, argv, prog="dejax export", description=about)
     _check_out(args)
     outline = read_outline(args.model)
-    done = _write_gguf(args, outline) if args.format == "gguf" else _write_adapter(args, outline)
+    draft = None if args.draft is None else _draft(args, outline)
+    if args.format == "gguf":
+        done = _write_gguf(args, outline, draft)
+    elif draft is not None and args.writes_adapter:
+        done = _write_adapter(args, outline, draft)
+    else:
+        done = _write_folder(args, outline, draft)
+    about_it = {"out": args.out, "format": args.format, "as": args.kind, "target": outline.identity}
+    done = about_it | done
     report(args.json, done, lambda: _show(done))
     return 0
 
@@ -105,19 +148,26 @@ def _check_out(args: Arguments) -> None:
             check_output(args.out)
         else:
             check_output_folder(args.out)
+            if not args.writes_adapter and args.out.exists() and any(args.out.iterdir()):
+                raise UsageError(f"{args.out} is not empty; choose another folder")
     except UsageError as error:
         raise UsageError(f"--out: {error}") from None
-    if args.format != "gguf":
+    if args.writes_adapter:
         check_draft_folder(args.out)
 
 
-def _write_adapter(args: Arguments, outline: Outline) -> dict[str, Any]:
+def _draft(args: Arguments, outline: Outline) -> Draft:
+    """The draft experts, of the weights asked for; what is told of training names no folder."""
     draft = resolve_draft(str(args.draft), outline)
+    return replace(draft, training=without_folders(dict(draft.training)))
+
+
+def _write_adapter(args: Arguments, outline: Outline, draft: Draft) -> dict[str, Any]:
+    card = model_folder(args.model) / "README.md"
+    beside = companions(outline, card) if args.format == "torch" else {}
+    save_draft(args.out, draft, outline.config, beside)
     tensors = draft_tensors(draft)
     return {
-        "out": save_draft(args.out, draft, outline.config),
-        "format": args.format,
-        "target": outline.identity,
         "layers": len(draft.experts),
         "width": draft.config.width,
         "top_r": draft.config.top_r,
@@ -126,8 +176,39 @@ def _write_adapter(args: Arguments, outline: Outline) -> dict[str, Any]:
     }
 
 
-def _write_gguf(args: Arguments, outline: Outline) -> dict[str, Any]:
-    draft = None if args.draft is None else resolve_draft(str(args.draft), outline)
+def _write_folder(args: Arguments, outline: Outline, draft: Draft | None) -> dict[str, Any]:
+    """A target or a draft model as a Hugging Face folder, with the tokenizer of MODEL."""
+    if draft is None:
+        export = torch_model.target_folder(args.model, outline, args.dtype)
+    else:
+        export = torch_model.draft_model_folder(args.model, outline, draft, args.dtype)
+    check_room(args.out.absolute().parent, export.nbytes)
+    size = export.nbytes / _MB
+    with progress("export", size, "MB") as bar, whole_folder(args.out.absolute()) as folder:
+        files = export.write(folder, args.max_shard_size, lambda n: bar.advance(n / _MB))
+        copy_companions(model_folder(args.model), folder)
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            _forget_origin(folder / name)
+    return {
+        "architecture": outline.config.family,
+        "dtype": export.config["dtype"],
+        "tensors": len(export.tensors),
+        "files": files,
+        "bytes": export.nbytes,
+    }
+
+
+def _forget_origin(path: Path) -> None:
+    """Takes out of a copied configuration file where its maker's machine had it."""
+    if not path.exists():
+        return
+    config = read_json(path)
+    kept = without_origin(config)
+    if kept != config:
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_gguf(args: Arguments, outline: Outline, draft: Draft | None) -> dict[str, Any]:
     if draft is None:
         export = gguf.export_target(args.model, outline, args.dtype)
     elif args.kind == "adapter":
@@ -141,10 +222,6 @@ def _write_gguf(args: Arguments, outline: Outline) -> dict[str, Any]:
     with progress("export", export.nbytes / _MB, "MB") as bar:
         export.write(args.out, lambda count: bar.advance(count / _MB))
     return {
-        "out": args.out,
-        "format": args.format,
-        "as": args.kind,
-        "target": outline.identity,
         "architecture": export.architecture,
         "dtype": export.dtype,
         "tensors": len(export.tensors),
@@ -154,11 +231,8 @@ def _write_gguf(args: Arguments, outline: Outline) -> dict[str, Any]:
 
 
 def _show(done: dict[str, Any]) -> None:
-    size = format_bytes(done["bytes"])
-    if done["format"] == "gguf":
-        row = [done[key] for key in ("as", "architecture", "dtype", "tensors")]
-        columns = ["as", "architecture", "dtype", "tensors", "size"]
-    else:
-        row = [done["layers"], done["width"], done["tensors"]]
-        columns = ["layers", "width", "tensors", "size"]
-    print_table(str(done["out"]), columns, [[*row, size]])
+    columns = ["layers", "width", "tensors"]
+    if "architecture" in done:
+        columns = ["as", "architecture", "dtype", "tensors"]
+    row = [done[key] for key in columns]
+    print_table(str(done["out"]), [*columns, "size"], [[*row, format_bytes(done["bytes"])]])

@@ -3,13 +3,12 @@
     adapter.safetensors     layers.{l}.draft_expert.{gate_proj,up_proj,down_proj}.weight and .gamma
     adapter_config.json     schema version, target (identity, family, dimensions), draft, training
 
-`l` is the decoder's own layer index. Projections have the layout of the target's checkpoint ([out,
-in]). A folder is written whole or not at all; nothing is unpickled.
+One that `dejax export --format torch` wrote also holds what `transformers` needs (`BESIDE`). `l` is
+the decoder's own layer index. Projections have the layout of the target's checkpoint ([out, in]). A
+folder is written whole or not at all; nothing is unpickled.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,14 +20,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dejax.ckpt.tensor_files import bad_tensors, read_json
+from dejax.ckpt.whole_folder import whole_folder
 from dejax.config import DraftConfig, ModelConfig
 from dejax.draft.expert import Draft, DraftExpert, random_draft
-from dejax.errors import FailedError, UsageError
+from dejax.errors import UsageError
 from dejax.paths import existing_folder, kind_of, shown
 
 SCHEMA = 1
 WEIGHTS_FILE = "adapter.safetensors"
 CONFIG_FILE = "adapter_config.json"
+BESIDE = ("config.json", "modeling_draft_experts.py")
+"""What else may lie in an adapter folder of ours."""
 
 
 @runtime_checkable
@@ -70,8 +72,15 @@ def draft_tensors(draft: Draft) -> dict[str, np.ndarray]:
     return tensors
 
 
-def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> Path:
+def save_draft(
+    folder: str | Path,
+    draft: Draft,
+    target_config: ModelConfig,
+    beside: Mapping[str, bytes] | None = None,
+) -> Path:
     """Writes an adapter folder, whole or not at all, and returns it. An older adapter is replaced.
+
+    `beside` are further files, by a name of `BESIDE`.
 
     Raises:
       UsageError: something else than an adapter is in the folder's place.
@@ -85,20 +94,12 @@ def save_draft(folder: str | Path, draft: Draft, target_config: ModelConfig) -> 
         "draft": {"width": draft.config.width, "top_r": draft.config.top_r},
         "training": dict(draft.training),
     }
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with whole_folder(folder) as partial:
         save_file(draft_tensors(draft), partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / WEIGHTS_FILE).chmod(0o644)  # safetensors makes files for the owner alone
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for path in (partial / WEIGHTS_FILE, partial / CONFIG_FILE, partial):
-            _sync(path)
-        _replace_folder(partial, folder)
-    except OSError as error:
-        raise FailedError(f"{folder}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for name, data in (beside or {}).items():
+            (partial / name).write_bytes(data)
     return folder
 
 
@@ -134,29 +135,11 @@ def _is_replaceable(folder: Path) -> bool:
     found = {path.name for path in folder.iterdir()}
     if not found:
         return True
-    if not found <= {WEIGHTS_FILE, CONFIG_FILE} or CONFIG_FILE not in found:
+    if not found <= {WEIGHTS_FILE, CONFIG_FILE, *BESIDE} or CONFIG_FILE not in found:
         return False
     config = read_json(folder / CONFIG_FILE)
     target = config.get("target")
     return "schema" in config and isinstance(target, dict) and "identity" in target
-
-
-def _replace_folder(partial: Path, folder: Path) -> None:
-    """Puts `partial` in the place of `folder`, whose old content goes only after that."""
-    old = partial.with_suffix(".old")
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_draft(path: str | Path, target: Bound | None = None) -> Draft:

@@ -6,9 +6,10 @@ file is ever held whole, so that a checkpoint may be larger than memory.
 
 import contextlib
 import json
+import math
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,28 +266,43 @@ def copy_tensors(
     FP8 matrices become float32, which holds codes times scales exactly.
     `advance` is called with the number of bytes after each piece; memory stays bounded by a piece.
     """
+    parts = {name: (entry.numbers, entry.shape) for name, entry in entries.items()}
+    write_tensors(path, parts, lambda name: _chunks(entries[name], entries[name].piece), advance)
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    pieces: Callable[[str], Iterable[np.ndarray]],
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Writes a safetensors file, whole or not at all, a piece in memory at a time.
+
+    Args:
+      tensors: name -> dtype and shape.
+      pieces: name -> its numbers of that dtype, in order, in one array or several.
+      advance: called with the number of bytes after each piece.
+    """
     # The order of the reference writer: no tensor is misaligned, whatever the shapes.
-    names = sorted(entries, key=lambda name: (-entries[name].numbers.itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     spelled = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        entry, start = entries[name], end
-        end = start + entry.size * entry.numbers.itemsize
-        header[name] = {
-            "dtype": spelled[entry.numbers],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entry = {"dtype": spelled[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with write_whole(path) as unfinished, unfinished.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            for chunk in _chunks(entries[name], entries[name].piece):
-                file.write(chunk.tobytes())
+            for piece in pieces(name):
+                file.write(piece.tobytes())
                 if advance is not None:
-                    advance(chunk.nbytes)
+                    advance(piece.nbytes)
+        assert file.tell() == 8 + len(text) + end, "the pieces are not the tensors"
 
 
 @contextlib.contextmanager

@@ -10,25 +10,24 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import dejax
 from dejax.ckpt.draft_state import target_facts
-from dejax.ckpt.expert_store import ExpertStore
-from dejax.ckpt.hf_weights import plan_checkpoint
 from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.export import gguf_tensors
+from dejax.export.fold import Neurons, fold
 from dejax.export.gguf_config import ARCHITECTURES, architecture, differences, metadata
 from dejax.export.gguf_file import BLOCK, KINDS, Piece, TensorPlan, Value, write_gguf
-from dejax.export.gguf_tensors import Neurons, Source
 from dejax.export.gguf_tokenizer import tokenizer_metadata
-from dejax.target import STORE_DIR, Outline, load_config, load_tokenizer, model_folder
+from dejax.export.provenance import licence, without_folders
+from dejax.export.source import Source, open_source
+from dejax.target import Outline, load_tokenizer, model_folder
 
 DTYPES = tuple(kind.lower() for kind in KINDS)
 """What `--dtype` names; "mxfp4" is for gpt-oss."""
@@ -38,7 +37,6 @@ _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _EXACT = re.compile(r"ffn_gate_inp|exp_probs_b|rope_freqs|attn_sinks|\.bias$|\.scale$")
 """What stays float32: the router, and what is added or multiplied one by one."""
 _ENDS = ("token_embd.weight", "output.weight")
-_ABSOLUTE = re.compile(r"(?<![\w.~/:-])(?:~\w*)?/(?=\S)(?:[^/\s,;:\"']+/)*")
 
 
 @dataclass(frozen=True)
@@ -137,42 +135,6 @@ def adapter_tensors(draft: Draft) -> dict[str, np.ndarray]:
     return arrays
 
 
-def fold(config: ModelConfig, draft: Draft) -> tuple[ModelConfig, Neurons]:
-    """The draft path as an ordinary model: its configuration, and what joins the shared experts.
-
-    gamma is multiplied into the down projection; neurons that compute nothing fill the width up
-    to a multiple of a routed expert's, as the format wants it.
-
-    Raises:
-      UsageError: routing to fewer experts would change their gates, or there is nothing to join.
-    """
-    moe = config.moe
-    if not moe.shared_width:
-        raise UsageError(
-            f"no draft model: {config.family} has no shared experts, which draft experts would join"
-        )
-    if moe.normalised or moe.selection_bias:
-        raise UsageError(
-            f"no draft model: {config.family} derives an expert's gate from all chosen ones, or "
-            "chooses by another number, so that a model with fewer experts has other gates"
-        )
-    if draft.config.top_r == 0:
-        raise UsageError("no draft model: without a routed expert (top_r 0) llama.cpp loads none")
-    kept = min(draft.config.top_r, moe.top_k)
-    width = -(-draft.config.width // moe.expert_width) * moe.expert_width
-    experts = dataclasses.replace(moe, top_k=kept, shared_width=moe.shared_width + width)
-    if kept == 1 and moe.group_score == "max":  # the best group holds the best expert
-        experts = dataclasses.replace(experts, groups=1, groups_kept=1)
-    neurons = {}
-    for layer in config.moe_layers:
-        params = jax.device_get(draft.layer_params(layer))
-        record = np.zeros((3, width, config.width), np.float32)
-        record[:, : draft.config.width] = params["weights"]
-        record[2] *= np.float32(params["gamma"])
-        neurons[layer] = record
-    return dataclasses.replace(config, experts=experts), neurons
-
-
 def _export_model(
     model: str | Path,
     outline: Outline,
@@ -183,7 +145,7 @@ def _export_model(
     """The checkpoint's tensors, `neurons` joined, with the metadata of `described`."""
     name = architecture(described)
     folder = model_folder(model)
-    source = _open(folder)
+    source = open_source(folder)
     config = source.plan.config
     dtype = _stored_dtype(source) if dtype is None else dtype
     if dtype == "mxfp4" and config.family != "gpt_oss":
@@ -211,15 +173,6 @@ def _export_model(
         pieces=lambda: gguf_tensors.pieces(source, neurons),
         warnings=tuple(warnings),
     )
-
-
-def _open(folder: Path) -> Source:
-    config = load_config(folder)
-    converted = (folder / STORE_DIR).exists()
-    store = ExpertStore.open(folder / STORE_DIR) if converted else None
-    if store is not None:
-        store.check_fits(config)
-    return Source(plan_checkpoint(folder, config, resident_only=converted), store)
 
 
 def _stored_dtype(source: Source) -> str:
@@ -253,7 +206,8 @@ def _general_metadata(model: str | Path, outline: Outline, dtype: str) -> dict[s
     }
     if dtype in ("q8_0", "q4_0", "mxfp4"):
         keys["general.quantization_version"] = 2
-    return keys | _licence(model_folder(model) / "README.md")
+    said = licence(model_folder(model) / "README.md")
+    return keys | {f"general.{key.replace('_', '.')}": text for key, text in said.items()}
 
 
 def _draft_metadata(draft: Draft) -> dict[str, Value]:
@@ -263,32 +217,3 @@ def _draft_metadata(draft: Draft) -> dict[str, Value]:
         "dejax.draft.top_r": draft.config.top_r,
         "dejax.draft.training": training,
     }
-
-
-def without_folders(value: Any) -> Any:
-    """JSON values whose absolute paths have lost the folders: they tell of one machine alone."""
-    if isinstance(value, dict):
-        return {key: without_folders(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_folders(entry) for entry in value]
-    if not isinstance(value, str):
-        return value
-    if value.startswith(("/", "~")) and "," not in value:  # one path, whatever is in its names
-        return PurePosixPath(value).name
-    return _ABSOLUTE.sub("", value)
-
-
-def _licence(card: Path) -> dict[str, Value]:
-    """What a model card's head says of the licence."""
-    try:
-        head = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
-    except OSError:
-        return {}
-    if not head.startswith("---"):
-        return {}
-    found: dict[str, Value] = {}
-    for key in ("license", "license_name", "license_link"):
-        line = re.search(rf"^{key}:[ \t]*['\"]?([^\n'\"]+)", head, re.MULTILINE)
-        if line:
-            found[f"general.{key.replace('_', '.')}"] = line[1].strip()
-    return found

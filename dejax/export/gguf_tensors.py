@@ -6,18 +6,19 @@ queries and keys are interleaved where llama.cpp rotates neighbours.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from dejax.ckpt.expert_store import ExpertStore
-from dejax.ckpt.hf_weights import CheckpointPlan, abstract_model, array_paths, read_expert
+from dejax.ckpt.hf_weights import abstract_model, array_paths
 from dejax.ckpt.tensor_files import read_tensor
 from dejax.config import MLAConfig, ModelConfig
+from dejax.export.fold import Neurons, joined
 from dejax.export.gguf_config import architecture
 from dejax.export.gguf_file import Piece
+from dejax.export.source import Source
 from dejax.nn.rope import inverse_frequencies
 
 _ROOT = {"embedding": "token_embd.weight", "norm.weight": "output_norm.weight"}
@@ -57,22 +58,6 @@ _POST_NORM = ("gpt-oss", "glm4moe")  # call the norm before the feed-forward by 
 
 Shape = tuple[int, ...]
 Change = Callable[[np.ndarray], np.ndarray]
-Neurons = Mapping[int, np.ndarray]
-"""Layer -> neurons [3, F', D] that join its shared experts (gate, up, transposed down)."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checked model folder: its plan, and the store of a converted folder's experts."""
-
-    plan: CheckpointPlan
-    store: ExpertStore | None
-
-    def expert(self, layer: int, expert: int) -> np.ndarray:
-        """The record of one routed expert."""
-        if self.store is None:
-            return read_expert(self.plan, layer, expert)
-        return self.store.decode(self.store.read(layer, expert))
 
 
 @dataclass(frozen=True)
@@ -169,9 +154,9 @@ def _layer_parts(
     if stem == "mlp_norm" and architecture(config) in _POST_NORM:
         name = "post_attention_norm"
     if stem.startswith("shared.") and neurons is not None:
-        axis, added = int(stem.endswith("down_proj")), _neurons_of(stem, neurons)
-        shape = tuple(n + added.shape[i] * (i == axis) for i, n in enumerate(shape))
-        return [_Part(f"{name}.{kind}", shape, partial(_joined, added=added, axis=axis))]
+        axis, added = int(stem.endswith("down_proj")), neurons.shape[1]
+        shape = tuple(n + added * (i == axis) for i, n in enumerate(shape))
+        return [_Part(f"{name}.{kind}", shape, partial(joined, stem, neurons=neurons))]
     return [_Part(f"{name}.{kind}", shape, _row_change(config, stem))]
 
 
@@ -203,15 +188,6 @@ def _up_projection(array: np.ndarray, *, config: MLAConfig, values: bool) -> np.
     """One half of kv_b_proj: keys [H, C, M], transposed, or values [H, W, C]."""
     rows = array.reshape(config.heads, -1, config.kv_rank)
     return rows[:, config.nope_dim :] if values else rows[:, : config.nope_dim].swapaxes(1, 2)
-
-
-def _neurons_of(stem: str, neurons: np.ndarray) -> np.ndarray:
-    gate, up, down = neurons
-    return {"shared.gate_proj": gate, "shared.up_proj": up, "shared.down_proj": down.T}[stem]
-
-
-def _joined(array: np.ndarray, *, added: np.ndarray, axis: int) -> np.ndarray:
-    return np.concatenate([array.astype(np.float32), added], axis=axis)
 
 
 def _same(array: np.ndarray) -> np.ndarray:

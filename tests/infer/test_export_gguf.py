@@ -16,9 +16,9 @@ from dejax.ckpt.draft_state import resolve_draft, save_draft
 from dejax.draft.expert import draft_of_params
 from dejax.errors import FailedError, UsageError
 from dejax.export import gguf_tensors
-from dejax.export.gguf import without_folders
 from dejax.export.gguf_config import architecture
 from dejax.export.gguf_tokenizer import pre_tokenizer
+from dejax.export.provenance import without_folders
 from dejax.families import model_config
 from dejax.target import load_target
 from infer.convert import convert
