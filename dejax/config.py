@@ -365,13 +365,21 @@ def _told(part: Any) -> Any:
 class DraftConfig:
     """Draft experts (DraftExpert, arXiv 2607.24434, section 4): one per MoE layer.
 
-    `width` is the hidden width of a draft expert; `top_r` the routed experts that the draft path
-    keeps beside it.
+    Attributes:
+      width: the hidden width of a draft expert; top_r: the routed experts that the draft path keeps
+        beside it.
+      gates: their gates: `full`, as the target's rule gives them; or `plain`, for families that
+        choose by another number than the gate, or divide gates by their sum: the top_r by what
+        they are chosen by, with gates that are not divided. Such a draft path is an ordinary model
+        with top_r experts a token.
     """
 
     width: int
     top_r: int = 1
+    gates: Literal["full", "plain"] = "full"
 
     def __post_init__(self):
         _require_positive("draft", width=self.width)
         _require(self.top_r >= 0, f"draft: top_r is {self.top_r}; expected 0 or more")
+        known = self.gates in ("full", "plain")
+        _require(known, f"draft: gates is {self.gates!r}; expected full or plain")

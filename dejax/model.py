@@ -138,19 +138,19 @@ def attend_cached(
 
 
 def route(
-    layer: DecoderLayer, x: Float[Array, "*rows D"]
+    layer: DecoderLayer, x: Float[Array, "*rows D"], *, plain: bool = False
 ) -> tuple[Float[Array, "*rows D"], Routing | None, Float[Array, "*rows D"]]:
     """Normed input of the feed-forward, routing (None in a dense layer), and the always-on output.
 
     The always-on output is that of the dense feed-forward or of the shared experts (zero without
-    any).
+    any). `plain` is the router's.
     """
     h = layer.mlp_norm(x)
     if layer.router is None:
         assert layer.mlp is not None
         return h, None, layer.mlp(h)
     shared = jnp.zeros_like(h) if layer.shared is None else layer.shared(h)
-    return h, layer.router(h), shared
+    return h, layer.router(h, plain=plain), shared
 
 
 def combine(
@@ -169,10 +169,11 @@ def layer_full(
     positions: Int[Array, "B T"],
     mask: Bool[Array, "B T T"],
     experts: ExpertsFn,
+    plain: bool = False,
 ) -> tuple[Float[Array, "B T D"], LayerTap | None]:
-    """One layer over whole sequences; `experts` gives the routed output."""
+    """One layer over whole sequences; `experts` gives the routed output (`plain`: `route`)."""
     x = attend_full(layer, x, positions=positions, mask=mask)
-    h, routing, always = route(layer, x)
+    h, routing, always = route(layer, x, plain=plain)
     if routing is None:
         return combine(x, always), None
     routed = experts(h, routing)

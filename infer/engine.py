@@ -14,6 +14,7 @@ Host/device copies, all explicit: the pass's tokens, positions and mask go in wi
 a layer's expert ids come out, its unique ids go in; the logits come out.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,15 +106,18 @@ class Engine:
         # found here, because a definition is slow to hash.
         self._moe_layers = config.moe_layers
         self._layers, self._shared, self._ahead = [], {}, {}
+        plain = self.draft is not None and self.draft.plain
         for index, layer in enumerate(model.layers):
             definition, params = split_layer(layer)
-            self._layers.append((layer_step(definition), params, None))
+            steps = layer_step(definition), layer_step(definition, plain=plain)
+            self._layers.append((steps, params, None))
             if layer.router is not None and layer.shared is not None:
                 part, state = nnx.split(layer.shared)
                 self._shared[index] = shared_step(part), nnx.to_pure_dict(state)
             if {index, index + 1} <= set(self._moe_layers):
                 ahead, ahead_params = next_router(model.layers[index + 1])
-                self._ahead[index] = layer_step(definition, ahead), params, ahead_params
+                steps = layer_step(definition, ahead), layer_step(definition, ahead, plain=plain)
+                self._ahead[index] = steps, params, ahead_params
         definition, self._outer = split_outer(model)
         self._embed, self._logits = outer_steps(definition)
         self._draft_params = {}
@@ -209,9 +213,11 @@ class Engine:
             # Drafts look ahead too, if they prefetch.
             looks = index in self._ahead and (self.look_ahead or (drafts and size == 1))
             kinds = (False, True) if looks else (False,)
-            for ahead in kinds:
+            passes = (False, True) if drafts and size == 1 else (False,)
+            for ahead, drafting in itertools.product(kinds, passes):
                 mask = masks.of_layer(self._windowed[index])
-                out = self._layer(index, x, start, positions, mask, ahead=ahead)
+                asked = dict(ahead=ahead, drafting=drafting)
+                out = self._layer(index, x, start, positions, mask, **asked)
                 routed = out if index in self._moe_layers else routed
         return x, routed
 
@@ -278,7 +284,8 @@ class Engine:
         ahead = self.look_ahead if kind == "demand" else self._prefetches
         for index in range(len(self._layers)):
             mask = masks.of_layer(self._windowed[index])
-            out = self._layer(index, x, start_in, positions, mask, ahead=ahead)
+            asked = dict(ahead=ahead, drafting=kind == "draft")
+            out = self._layer(index, x, start_in, positions, mask, **asked)
             if index not in self._moe_layers:
                 x = out
                 continue
@@ -313,10 +320,13 @@ class Engine:
         padded[: len(tokens)] = tokens
         return jax.device_put((padded, start + depth, np.int32(start), ancestors))
 
-    def _layer(self, index: int, x: Array, start, positions, mask, *, ahead: bool) -> Any:
+    def _layer(
+        self, index: int, x: Array, start, positions, mask, *, ahead: bool, drafting: bool
+    ) -> Any:
         """One `layer_step`; of a dense layer the residual stream, else what is to be routed."""
         known = self._ahead if ahead and index in self._ahead else self._layers
-        step, params, ahead_params = known[index]
+        steps, params, ahead_params = known[index]
+        step = steps[drafting]
         cache = self._caches[index]
         out, self._caches[index] = step(params, ahead_params, x, cache, start, positions, mask)
         return out

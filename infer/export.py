@@ -94,7 +94,7 @@ class Arguments:
         if self.format == "safetensors":
             for flag, value in (("--as", self.as_), ("--dtype", self.dtype)):
                 if value is not None:
-                    raise UsageError(f"{flag} is for --format torch or gguf")
+                    raise UsageError(f"{flag} is for --format gguf or torch")
         if self.format == "torch" and self.dtype is not None:
             if self.kind == "adapter":
                 raise UsageError("--dtype: an adapter for torch is float32, as in training")
@@ -159,7 +159,18 @@ def _check_out(args: Arguments) -> None:
 def _draft(args: Arguments, outline: Outline) -> Draft:
     """The draft experts, of the weights asked for; what is told of training names no folder."""
     draft = resolve_draft(str(args.draft), outline)
-    return replace(draft, training=without_folders(dict(draft.training)))
+    told = without_folders(dict(draft.training))
+    averaged = draft.raw is not None
+    if args.weights is not None and not averaged:
+        raise UsageError(
+            f"--weights {args.weights}: {args.draft} holds one set of weights; one trained with an "
+            "average (setting ema) holds two"
+        )
+    if args.weights == "raw" and draft.raw is not None:
+        draft = replace(draft, experts=draft.raw)
+    if averaged:
+        told |= {"weights": args.weights or "ema"}
+    return replace(draft, training=told, raw=None)
 
 
 def _write_adapter(args: Arguments, outline: Outline, draft: Draft) -> dict[str, Any]:

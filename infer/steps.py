@@ -50,9 +50,11 @@ def outer_steps(definition: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[
 
 
 @cache
-def layer_step(definition: nnx.GraphDef, ahead: nnx.GraphDef | None = None) -> Callable[..., Any]:
+def layer_step(
+    definition: nnx.GraphDef, ahead: nnx.GraphDef | None = None, *, plain: bool = False
+) -> Callable[..., Any]:
     """Jitted `_attend_and_route` of layers with this definition; the cache is donated."""
-    return jax.jit(partial(_attend_and_route, definition, ahead), donate_argnums=3)
+    return jax.jit(partial(_attend_and_route, definition, ahead, plain), donate_argnums=3)
 
 
 @cache
@@ -98,6 +100,7 @@ def visible_rows(
 def _attend_and_route(
     definition: nnx.GraphDef,
     ahead: nnx.GraphDef | None,
+    plain: bool,
     params: Params,
     ahead_params: dict[Any, Any] | None,
     x: Float[Array, "R D"],
@@ -109,11 +112,13 @@ def _attend_and_route(
     """Attention, then feed-forward (dense layer) or router (MoE layer).
 
     Of a MoE layer: residual stream, normed input of its experts, their ids and gates, and the ids
-    that the next layer's router would choose now (None without `ahead`); then the cache.
+    that the next layer's router would choose now (None without `ahead`); then the cache. `plain` is
+    the router's.
     """
     layer = nnx.merge(definition, params)
     x, cache = attend_cached(layer, x, cache, start=start, positions=positions, mask=mask)
-    h, routing, always = route(layer, x)  # what shared experts give is left to `shared_step`
+    # What shared experts give is left to `shared_step`.
+    h, routing, always = route(layer, x, plain=plain)
     if routing is None:
         return combine(x, always), cache
     guess = None

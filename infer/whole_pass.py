@@ -54,12 +54,13 @@ def pass_step(
     config: ModelConfig,
     slots: int,
     experts: ExpertsOf,
+    plain: bool = False,
 ):
     """The jitted pass of targets with these definitions; the caches are donated.
 
     (params, drafts, caches, given, like [], inputs, rows []; r, last) -> logits, ids [L, R, K], top
     gates [L, R], caches. In a target pass `r` is None and `drafts` is empty; `last` asks for the
-    logits of row `rows - 1` only.
+    logits of row `rows - 1` only. `plain`: draft passes have plain gates.
     """
 
     def step(params, drafts, caches, given, like, inputs, rows, *, r: int | None, last: bool):
@@ -76,7 +77,7 @@ def pass_step(
             place: Any = dict(start=start, positions=positions, mask=mask)
             x, kept = attend_cached(layer, x, caches[index], **place)
             new.append(kept)
-            h, routing, always = route(layer, x)
+            h, routing, always = route(layer, x, plain=plain and r is not None)
             if routing is None:
                 x = combine(x, always)
                 continue
@@ -104,7 +105,8 @@ class WholePassEngine(Engine):
         definitions = tuple(definition for definition, _ in splits)
         self._params = (params, [arrays for _, arrays in splits])
         place = (self.target.config, self._slots, self.experts_of())
-        self._step = pass_step(outer, definitions, *place)
+        plain = self.draft is not None and self.draft.plain
+        self._step = pass_step(outer, definitions, *place, plain)
         self._given = self.given()
 
     def experts_of(self) -> ExpertsOf:

@@ -16,6 +16,8 @@ install_import_hook(["dejax", "train", "infer"], "beartype.beartype")
 # Documents that a test tokenizes are kept for that run of the tests, not in the user's folder.
 _CACHE = tempfile.TemporaryDirectory(prefix="dejax-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+# So is the code that comes with an exported folder.
+os.environ["HF_MODULES_CACHE"] = f"{_CACHE.name}/modules"
 
 # A busy machine is no failure, and a failure must come back on the next run.
 hypothesis.settings.register_profile("dejax", deadline=None, derandomize=True, database=None)

@@ -38,7 +38,7 @@ from train.documents import Data
 from train.evaluate import teacher_forced
 from train.packed_rows import split_documents
 from train.simulate import GreedyText, simulate, simulated_metrics
-from train.teacher import Teacher, as_teacher
+from train.teacher import Teacher, as_teacher, drafting
 
 ARMS = {
     "+ residual": "arm_residual",
@@ -123,8 +123,9 @@ class Exam:
         """
         draft = None if draft_folder is None else load_draft(draft_folder)
         r = 1 if draft is None else draft.config.top_r
-        forced = teacher_forced(self.teacher, params, self.data.held_out, r=r)
-        rounds = simulate(self.teacher, params, self.text, draft_length=DRAFT_LENGTH, r=r)
+        teacher = self.teacher if draft is None else drafting(self.teacher, draft.config)
+        forced = teacher_forced(teacher, params, self.data.held_out, r=r)
+        rounds = simulate(teacher, params, self.text, draft_length=DRAFT_LENGTH, r=r)
         simulated = simulated_metrics([round_ for prompt in rounds for round_ in prompt])
         looped = decoded_stats(self.target, draft, draft_length=DRAFT_LENGTH, new_tokens=NEW_TOKENS)
         alphas = {f"alpha_{i}": value for i, value in enumerate(looped["alpha_pos"], start=1)}

@@ -125,8 +125,9 @@ def _scan_target(
 
     def body(x, pieces, windowed):
         layer_params, stack, piece = pieces
-        layer, config = layer_of(definition, layer_params), definition.config
-        half = target_half(layer, x, stack, sight, windowed, r=r, config=config)
+        layer = layer_of(definition, layer_params)
+        path: Any = dict(r=r, config=definition.config, plain=definition.plain)
+        half = target_half(layer, x, stack, sight, windowed, **path)
         return half.x, visit(half, stack, piece)
 
     dense, pieces = partial(sight.dense, definition.config), (params.layers, params.routed, extra)

@@ -9,7 +9,7 @@ make a `HealConfig`: then a MoE is healed (`train.heal`).
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from train.kv_mix import draw_blocks
 from train.loop import Measure, Metrics, Resume, run
 from train.optimizer import make_optimizer
 from train.show_mask import show_mask
-from train.teacher import Teacher, as_teacher, load_teacher
+from train.teacher import Teacher, as_teacher, drafting, load_teacher
 
 __all__ = ["DistillConfig", "distill", "draft_config", "initial_draft", "open_rows"]
 
@@ -103,6 +103,7 @@ def distill(
     mesh = teacher.mesh
     check_shape(config, teacher.config, mesh)
     draft = draft_config(config, teacher.config)
+    teacher = drafting(teacher, draft)
     run_info = _run_info(teacher.identity, config, data)
     steps, step_done = config.loop.steps, None
     if workdir is not None:
@@ -134,13 +135,18 @@ def distill(
         tokens_per_step=lambda _: config.batch_size * config.seq_len,
         rates=partial(_rates, step_flops(teacher.config, draft, config.seq_len).total),
     )
-    trained = draft_of_params(
-        jax.tree.map(jnp.asarray, on_host(best_draft(state))),
+    made = partial(
+        draft_of_params,
         layers=teacher.config.moe_layers,
         top_r=draft.top_r,
+        gates=draft.gates,
         identity=teacher.identity,
         training=to_json(config) | {"steps": steps},
     )
+    trained = made(jax.tree.map(jnp.asarray, on_host(best_draft(state))))
+    if state.average is not None:
+        last = made(jax.tree.map(jnp.asarray, on_host(state.draft)))
+        trained = replace(trained, raw=last.experts)
     return trained, log
 
 
@@ -314,6 +320,7 @@ def _train(config: DistillConfig, mesh: Any, out: Path, *, resume: bool) -> dict
     info = _run_info(outline.identity, config, data.fingerprint)
     check_resume(out, info, resume=resume, steps=config.loop.steps, tell=False)
     teacher = load_teacher(config.target, mesh, dtype=config.dtype, compute=config.compute)
+    teacher = drafting(teacher, draft_config(config, teacher.config))
     measures = measures_of(teacher, data, config)
     make_folder(out)
     started = time.perf_counter()

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from dejax.ckpt.draft_state import check_gates
 from dejax.config import DraftConfig, ModelConfig
 from dejax.errors import UsageError
 from dejax.sharding import MeshConfig, check_divides, row_shards
@@ -26,14 +27,15 @@ class DistillConfig:
       --json` wrote, or hub:NAME), a folder written by `python -m train.data`, or demo; loss_on:
       which tokens count, all or what the assistant says; text_column: the column that has the text.
 
-      draft: shape of the draft experts (none: as wide as a routed expert); init: what they start
+      draft: shape of the draft experts (none: as wide as a routed expert), and the gates of the
+      routed experts beside them; init: what they start
       from; losses: weights of the four, to which `losses_from` (none: they are constant) leads in
       a straight line over `ramp_steps`; objective: `all`, or `residual-local` (the cheap first
       stage); kv: whose keys and values a drafted token sees, the `draft`'s own (as the paper
       trains), or `mixed` (as it is when decoding): the target's before its block of `kv_block`
       tokens (drafts are as long where decoding is
       measured on the way); ema: decay of an average of the draft, which is then what is saved
-      (0: none).
+      first, and the last step's beside it (0: none).
 
       seq_len, batch_size: shape of a batch; accumulate: into how many smaller ones it is cut;
       dtype: what the target's weights are held in; compute: dtype of activations (losses,
@@ -119,6 +121,7 @@ def draft_config(config: DistillConfig, model: ModelConfig) -> DraftConfig:
             f"draft.top_r is {draft.top_r}; expected less than the {model.moe.top_k} experts that "
             "the target uses for a token: a draft expert stands in for the others"
         )
+    check_gates(draft, model)
     return draft
 
 

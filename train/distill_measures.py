@@ -120,6 +120,7 @@ def _decoded(config: DistillConfig, teacher: Teacher) -> Callable[[DistillState]
             jax.tree.map(jnp.asarray, params),
             layers=teacher.config.moe_layers,
             top_r=draft_config(config, teacher.config).top_r,
+            gates=draft_config(config, teacher.config).gates,
             identity=teacher.identity,
             training={},
         )

@@ -100,13 +100,19 @@ def target_half(
     *,
     r: int,
     config: ModelConfig,
+    plain: bool = False,
 ) -> TargetHalf:
-    """One full MoE layer, its routed output split into the top r and the rest."""
+    """One full MoE layer, its routed output split into what a draft path keeps and the rest."""
     x = sight.attend(layer, x, windowed)
     h, routing, always = route(layer, x)
-    assert routing is not None
+    assert routing is not None and layer.router is not None
     options = _grouped(h, config.moe.top_k, config)
-    kept, missing = routed_parts(h, routing, stack, r=r, **options)
+    if plain:  # an expert that is kept has another gate, and the rest makes up for that
+        kept = top_r(layer.router(h, plain=True), r)
+        kept = routed_output(h, kept, stack, **_grouped(h, r, config))
+        missing = routed_output(h, routing, stack, **options) - kept
+    else:
+        kept, missing = routed_parts(h, routing, stack, r=r, **options)
     return TargetHalf(combine(x, always, kept + missing), h, routing, missing)
 
 
@@ -139,13 +145,14 @@ def draft_half(
     *,
     r: int,
     config: ModelConfig,
+    plain: bool = False,
 ) -> DraftHalf:
     """One MoE layer of the draft network, its draft expert left to the caller.
 
     `full` is the target's stream before the layer, which the draft sees where `sight` mixes.
     """
     x = sight.attend_draft(layer, x, full, windowed)
-    h, routing, always = route(layer, x)
+    h, routing, always = route(layer, x, plain=plain)
     assert routing is not None
     kept = routed_output(h, top_r(routing, r), stack, **_grouped(h, r, config))
     return DraftHalf(x, h, routing, always, kept)
@@ -169,13 +176,14 @@ def paired_forward(
       remat: what of the draft's half of a layer the backward pass computes again, for less memory.
     """
     config = definition.config
+    path: Any = dict(r=r, config=config, plain=definition.plain)
     sight, counted = Sight.of(config, batch), batch["mask"]
     outer, x = embed_outer(definition, params, batch["tokens"], sight, dtype=dtype)
     x = jax.lax.stop_gradient(x)
 
     def drafting(layer_params, stack, expert, drafted, full, windowed, missing, scores):
         layer = layer_of(definition, layer_params)
-        half = draft_half(layer, drafted, full, stack, sight, windowed, r=r, config=config)
+        half = draft_half(layer, drafted, full, stack, sight, windowed, **path)
         output = jnp.zeros_like(half.hidden)
         if expert is not None:
             output = draft_output(expert, half.hidden)
@@ -189,7 +197,7 @@ def paired_forward(
         full, drafted = carry
         layer_params, stack, expert = pieces
         layer = layer_of(definition, layer_params)
-        target = target_half(layer, full, stack, sight, windowed, r=r, config=config)
+        target = target_half(layer, full, stack, sight, windowed, **path)
         drafted, residual, router, ids = drafting(
             layer_params,
             stack,
@@ -232,7 +240,8 @@ def local_residual(
     def body(full, pieces, windowed):
         layer_params, stack, expert = pieces
         layer = layer_of(definition, layer_params)
-        half = target_half(layer, full, stack, sight, windowed, r=r, config=config)
+        path: Any = dict(r=r, config=config, plain=definition.plain)
+        half = target_half(layer, full, stack, sight, windowed, **path)
         output = draft_output(expert, jax.lax.stop_gradient(half.hidden))
         return jax.lax.stop_gradient(half.x), residual_loss(output, half.missing, batch["mask"])
 

@@ -45,7 +45,7 @@ from train.document_files import HUB, find_files
 from train.losses import Total, add_up
 from train.packed_rows import PackedRows, split_documents
 from train.stacked import StackedDef, StackedParams
-from train.teacher import Teacher, as_teacher
+from train.teacher import Teacher, as_teacher, drafting
 from train.token_cache import check_vocabulary, open_documents
 
 ROUND_ROWS = 5
@@ -187,6 +187,8 @@ def all_arms(
         if draft is not None:
             arms["draft"] = draft.stacked_params(), draft.config.top_r
         for name, (params, r) in arms.items():
+            if draft is not None and name == "draft":
+                teacher = drafting(teacher, draft.config)
             results[name] = teacher_forced(teacher, params, batches, r=r)
             bar.advance(1, arm=name)
     return results

@@ -59,11 +59,15 @@ class StackedParams:
 
 @dataclass(frozen=True)
 class StackedDef:
-    """The static side of `StackedParams`: how to rebuild modules from plain arrays."""
+    """The static side of `StackedParams`: how to rebuild modules from plain arrays.
+
+    `plain` tells whether draft paths through them have plain gates (`DraftConfig`).
+    """
 
     config: ModelConfig
     outer: nnx.GraphDef
     layer: nnx.GraphDef
+    plain: bool = False
 
     @property
     def stacked_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ own devices, a layer at a time, and no host ever holds a copy of the model.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from dejax.ckpt import hf_weights
 from dejax.ckpt.expert_store import ExpertStore
-from dejax.config import ModelConfig
+from dejax.config import DraftConfig, ModelConfig
 from dejax.errors import UsageError
 from dejax.model import Transformer
 from dejax.sharding import check_divides, layer_sharding, make_mesh, place, target_shardings
@@ -67,6 +67,12 @@ class Teacher:
 def one_device() -> Mesh:
     """The mesh of this process's first device alone."""
     return make_mesh(devices=jax.local_devices()[:1])
+
+
+def drafting(teacher: Teacher, draft: DraftConfig) -> Teacher:
+    """The same, with the gates that this draft path has."""
+    definition = replace(teacher.definition, plain=draft.gates == "plain")
+    return replace(teacher, definition=definition)
 
 
 def as_teacher(target: Target | Teacher, mesh: Mesh | None = None) -> Teacher:

@@ -2,6 +2,7 @@
 
     adapter.safetensors     layers.{l}.draft_expert.{gate_proj,up_proj,down_proj}.weight and .gamma
     adapter_config.json     schema version, target (identity, family, dimensions), draft, training
+    adapter.raw.safetensors where the adapter is an average over training: that of the last step
 
 One that `dejax export --format torch` wrote also holds what `transformers` needs (`BESIDE`). `l` is
 the decoder's own layer index. Projections have the layout of the target's checkpoint ([out, in]). A
@@ -10,6 +11,7 @@ folder is written whole or not at all; nothing is unpickled.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from dejax.ckpt.gguf_draft import read_gguf_adapter
 from dejax.ckpt.tensor_files import bad_tensors, read_json
 from dejax.ckpt.whole_folder import whole_folder
 from dejax.config import DraftConfig, ModelConfig
@@ -29,6 +32,7 @@ from dejax.paths import existing_folder, kind_of, shown
 SCHEMA = 1
 WEIGHTS_FILE = "adapter.safetensors"
 CONFIG_FILE = "adapter_config.json"
+RAW_FILE = "adapter.raw.safetensors"
 BESIDE = ("config.json", "modeling_draft_experts.py")
 """What else may lie in an adapter folder of ours."""
 
@@ -91,16 +95,42 @@ def save_draft(
     config = {
         "schema": SCHEMA,
         "target": {"identity": draft.identity} | target_facts(target_config),
-        "draft": {"width": draft.config.width, "top_r": draft.config.top_r},
+        "draft": draft_facts(draft.config),
         "training": dict(draft.training),
     }
     with whole_folder(folder) as partial:
-        save_file(draft_tensors(draft), partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        (partial / WEIGHTS_FILE).chmod(0o644)  # safetensors makes files for the owner alone
+        for name, experts in ((WEIGHTS_FILE, draft.experts), (RAW_FILE, draft.raw)):
+            if experts is not None:
+                tensors = draft_tensors(replace(draft, experts=experts))
+                save_file(tensors, partial / name, metadata={"format": "pt"})
+                (partial / name).chmod(0o644)  # safetensors makes files for the owner alone
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, data in (beside or {}).items():
             (partial / name).write_bytes(data)
     return folder
+
+
+def draft_facts(config: DraftConfig) -> dict[str, Any]:
+    """What an adapter says of the draft path; gates only where they are not the target's own."""
+    plain = {} if config.gates == "full" else {"gates": config.gates}
+    return {"width": config.width, "top_r": config.top_r} | plain
+
+
+def check_gates(draft: DraftConfig, config: ModelConfig) -> None:
+    """Refuses plain gates where the target's own are that already, or come from no score.
+
+    Raises:
+      UsageError: so.
+    """
+    if draft.gates == "full":
+        return
+    moe = config.moe
+    if moe.scoring != "sigmoid" or draft.top_r == 0:
+        raise UsageError(
+            f"draft.gates is plain (top_r {draft.top_r}); expected full for {config.family}: plain "
+            "gates are for families that choose by score + bias (deepseek_v3, glm4_moe), and one "
+            "routed expert or more"
+        )
 
 
 def target_facts(config: ModelConfig) -> dict[str, Any]:
@@ -135,7 +165,7 @@ def _is_replaceable(folder: Path) -> bool:
     found = {path.name for path in folder.iterdir()}
     if not found:
         return True
-    if not found <= {WEIGHTS_FILE, CONFIG_FILE, *BESIDE} or CONFIG_FILE not in found:
+    if not found <= {WEIGHTS_FILE, CONFIG_FILE, RAW_FILE, *BESIDE} or CONFIG_FILE not in found:
         return False
     config = read_json(folder / CONFIG_FILE)
     target = config.get("target")
@@ -143,31 +173,53 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
-    """Reads an adapter folder; with `target`, only if it was trained for that target.
+    """Reads an adapter folder or GGUF file; with `target`, only if it was trained for that target.
 
     Raises:
       UsageError: it is missing, malformed, of another schema or target, or any of its tensors is
         missing, unknown, misshapen or not finite (all are listed).
     """
-    folder = Path(path)
-    config = _read_config(folder)
-    bound, width = config["target"], config["draft"]["width"]
-    layers = bound["moe_layers"]
+    place, raw = Path(path), None
+    if place.suffix == ".gguf" and kind_of(place) != "folder":
+        config, tensors = read_gguf_adapter(place)
+        _check_config(place, config)
+    else:
+        config = _read_config(place)
+        tensors = _read_tensors(place, WEIGHTS_FILE)
+        raw = _read_tensors(place, RAW_FILE) if kind_of(place / RAW_FILE) == "file" else None
+    bound, told = config["target"], config["draft"]
     if target is not None and bound["identity"] != target.identity:
         raise UsageError(
-            f"{folder}: the adapter was trained for target {bound['identity']}, not for "
+            f"{place}: the adapter was trained for target {bound['identity']}, not for "
             f"{target.name} ({target.identity}); distill draft experts for this one"
         )
+    layers = bound["moe_layers"]
+    for each in (tensors, raw):
+        if each is not None:
+            _check_tensors(place, each, _expected_shapes(layers, told["width"], bound["width"]))
+    draft = DraftConfig(told["width"], told["top_r"], told.get("gates", "full"))
+    if target is not None:
+        check_gates(draft, target.config)
+    return Draft(
+        config=draft,
+        experts=draft_experts(tensors, layers),
+        identity=bound["identity"],
+        training=config["training"],
+        raw=None if raw is None else draft_experts(raw, layers),
+    )
+
+
+def _read_tensors(folder: Path, name: str) -> dict[str, np.ndarray]:
     try:
-        tensors = load_file(folder / WEIGHTS_FILE)
+        return load_file(folder / name)
     except FileNotFoundError:
-        raise UsageError(f"{folder}: no {WEIGHTS_FILE}; expected an adapter folder") from None
+        raise UsageError(f"{folder}: no {name}; expected an adapter folder") from None
     except (OSError, SafetensorError) as error:
-        raise UsageError(
-            f"{folder / WEIGHTS_FILE}: not a readable safetensors file ({error})"
-        ) from None
-    expected = _expected_shapes(layers, width, bound["width"])
-    _check_tensors(folder, tensors, expected)
+        raise UsageError(f"{folder / name}: not a readable safetensors file ({error})") from None
+
+
+def draft_experts(tensors: Mapping[str, np.ndarray], layers: list[int]) -> dict[int, DraftExpert]:
+    """The draft experts of an adapter's tensors: the inverse of `draft_tensors`."""
     experts = {}
     for layer in layers:
         gate, up, down, gamma = (
@@ -175,12 +227,7 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
         )
         weights = jax.device_put(np.stack([gate, up, down.T]))
         experts[layer] = DraftExpert(weights, jax.device_put(gamma))
-    return Draft(
-        config=DraftConfig(width=width, top_r=config["draft"]["top_r"]),
-        experts=experts,
-        identity=bound["identity"],
-        training=config["training"],
-    )
+    return experts
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -195,6 +242,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(
             f"{folder / CONFIG_FILE}: schema {config.get('schema')!r}; this version reads {SCHEMA}"
         )
+    _check_config(folder / CONFIG_FILE, config)
+    training = config.get("training")
+    return config | {"training": training if isinstance(training, dict) else {}}
+
+
+def _check_config(place: Path, config: dict[str, Any]) -> None:
+    """Refuses a configuration without what loading needs."""
     kinds = {
         ("target", "identity"): str,
         ("target", "width"): int,
@@ -206,16 +260,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         part = config.get(group)
         value = part.get(key) if isinstance(part, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UsageError(
-                f"{folder / CONFIG_FILE}: {group}.{key} is {value!r}; expected {kind.__name__}"
-            )
+            raise UsageError(f"{place}: {group}.{key} is {value!r}; expected {kind.__name__}")
     layers = config["target"]["moe_layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
-        raise UsageError(
-            f"{folder / CONFIG_FILE}: target.moe_layers is {layers}; expected layer indices"
-        )
-    training = config.get("training")
-    return config | {"training": training if isinstance(training, dict) else {}}
+        raise UsageError(f"{place}: target.moe_layers is {layers}; expected layer indices")
 
 
 def _expected_shapes(layers: list[int], f: int, d: int) -> dict[str, tuple[int, ...]]:

@@ -40,11 +40,11 @@ _BLOCK = {
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
-class GGUFFile:
-    """A GGUF file open for reading.
+class GGUFTensors:
+    """A GGUF file open for reading: metadata and tensors, of whatever kind.
 
     Raises:
-      UsageError: `gguf` is not installed, the file is none, or its architecture is not Llama's.
+      UsageError: `gguf` is not installed, or the file is none.
     """
 
     def __init__(self, path: Path):
@@ -63,17 +63,40 @@ class GGUFFile:
         except Exception as error:  # a damaged file ends in whatever exception it happens to cause
             raise UsageError(f"{path}: not a readable GGUF file ({error})") from None
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A metadata value, or `default`."""
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A tensor in float32."""
+        tensor = self.tensors[name]
+        try:
+            array = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise UsageError(
+                f"{self.path}: {name} is stored as {kind}, which is not read"
+            ) from None
+        return array.reshape(tuple(int(n) for n in reversed(tensor.shape)))
+
+
+class GGUFFile(GGUFTensors):
+    """A GGUF file of a dense Llama model.
+
+    Raises:
+      UsageError: as `GGUFTensors`, or its architecture is not Llama's.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
         architecture = self.value("general.architecture")
         if architecture != ARCHITECTURE:
             raise UsageError(
                 f"{path}: architecture {architecture!r}; GGUF files of {ARCHITECTURE!r} are read "
                 "(give other models as Hugging Face folders)"
             )
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """A metadata value, or `default`."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
 
     def raw_config(self) -> dict[str, Any]:
         """The metadata as the content of a Hugging Face `config.json`."""
@@ -114,7 +137,7 @@ class GGUFFile:
         config = families.model_config(self.raw_config())
         if _ROPE_DIVISORS not in self.tensors:
             return config
-        return config.with_rope_divisors(tuple(self._numbers(_ROPE_DIVISORS).tolist()))
+        return config.with_rope_divisors(tuple(self.numbers(_ROPE_DIVISORS).tolist()))
 
     def read_model(self, dtype: Any) -> Transformer:
         """The weights in `dtype`.
@@ -130,7 +153,7 @@ class GGUFFile:
 
         def load(path: Any, leaf: Any) -> jax.Array:
             name = names[".".join(str(part.key) for part in path)]
-            array = self._numbers(name)
+            array = self.numbers(name)
             if ".attn_q." in name:
                 array = half_split_rows(array, attention.heads)
             if ".attn_k." in name:
@@ -155,7 +178,7 @@ class GGUFFile:
 
     def embedding(self) -> np.ndarray:
         """The embedding [V, D] in float32."""
-        return self._numbers(_gguf_name("model.embed_tokens.weight"))
+        return self.numbers(_gguf_name("model.embed_tokens.weight"))
 
     def stored(self) -> tuple[str, int]:
         """How the model's tensors are stored, such as "Q8_0 and F32", and their bytes."""
@@ -175,18 +198,6 @@ class GGUFFile:
                 problems.append(f"{name}: shape {list(found)}, expected {list(shapes[path])}")
         if problems:
             raise UsageError(f"{self.path}: {bad_tensors(problems)}")
-
-    def _numbers(self, name: str) -> np.ndarray:
-        """A tensor in float32."""
-        tensor = self.tensors[name]
-        try:
-            array = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError:
-            kind = tensor.tensor_type.name
-            raise UsageError(
-                f"{self.path}: {name} is stored as {kind}, which is not read"
-            ) from None
-        return array.reshape(tuple(int(n) for n in reversed(tensor.shape)))
 
     def tokenizer(self) -> Any:
         """The file's tokenizer and chat template through `transformers`, or None without one."""

@@ -7,7 +7,7 @@ Everything but `DraftParam` stays frozen.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,19 @@ class Draft:
       experts: layer index (dense layers counted) -> its draft expert.
       identity: the identity of the target they were trained for.
       training: what is known of their training (JSON values).
+      raw: where `experts` are an average over training, those of the last step; None otherwise.
     """
 
     config: DraftConfig
     experts: Mapping[int, DraftExpert]
     identity: str
     training: Mapping[str, Any]
+    raw: Mapping[int, DraftExpert] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the draft path has plain gates (`DraftConfig`)."""
+        return self.config.gates == "plain"
 
     def layer_params(self, layer: int) -> Params:
         """Plain arrays of one layer: {"weights": [3, F, D], "gamma": []}."""
@@ -71,6 +78,7 @@ def draft_of_params(
     *,
     layers: tuple[int, ...],
     top_r: int,
+    gates: Literal["full", "plain"] = "full",
     identity: str,
     training: Mapping[str, Any],
 ) -> Draft:
@@ -79,7 +87,7 @@ def draft_of_params(
         layer: DraftExpert(params["weights"][i], params["gamma"][i])
         for i, layer in enumerate(layers)
     }
-    config = DraftConfig(width=params["weights"].shape[2], top_r=top_r)
+    config = DraftConfig(width=params["weights"].shape[2], top_r=top_r, gates=gates)
     return Draft(config=config, experts=experts, identity=identity, training=training)
 
 

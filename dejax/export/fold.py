@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,16 +29,18 @@ def fold(config: ModelConfig, draft: Draft) -> tuple[ModelConfig, Neurons]:
         raise UsageError(
             f"no draft model: {config.family} has no shared experts, which draft experts would join"
         )
-    if moe.normalised or moe.selection_bias:
+    if (moe.normalised or moe.selection_bias) and not draft.plain:
         raise UsageError(
             f"no draft model: {config.family} derives an expert's gate from all chosen ones, or "
-            "chooses by another number, so that a model with fewer experts has other gates"
+            "chooses by another number, so that a model with fewer experts has other gates; with "
+            "draft.gates=plain in distillation there is one"
         )
     if draft.config.top_r == 0:
         raise UsageError("no draft model: without a routed expert (top_r 0) there is no such model")
     kept = min(draft.config.top_r, moe.top_k)
     width = -(-draft.config.width // moe.expert_width) * moe.expert_width
-    experts = dataclasses.replace(moe, top_k=kept, shared_width=moe.shared_width + width)
+    sizes: Any = dict(top_k=kept, shared_width=moe.shared_width + width)
+    experts = dataclasses.replace(moe, **sizes, normalised=False)
     if kept == 1 and moe.group_score == "max":  # the best group holds the best expert
         experts = dataclasses.replace(experts, groups=1, groups_kept=1)
     neurons = {}

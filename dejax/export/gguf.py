@@ -17,6 +17,7 @@ import numpy as np
 
 import dejax
 from dejax.ckpt.draft_state import target_facts
+from dejax.ckpt.gguf_draft import ADAPTER_TYPE
 from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
@@ -31,7 +32,6 @@ from dejax.target import Outline, load_tokenizer, model_folder
 
 DTYPES = tuple(kind.lower() for kind in KINDS)
 """What `--dtype` names; "mxfp4" is for gpt-oss."""
-ADAPTER_TYPE = "draft-expert"
 
 _STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _EXACT = re.compile(r"ffn_gate_inp|exp_probs_b|rope_freqs|attn_sinks|\.bias$|\.scale$")
@@ -216,4 +216,4 @@ def _draft_metadata(draft: Draft) -> dict[str, Value]:
         "dejax.draft.width": draft.config.width,
         "dejax.draft.top_r": draft.config.top_r,
         "dejax.draft.training": training,
-    }
+    } | ({"dejax.draft.gates": draft.config.gates} if draft.plain else {})

@@ -16,6 +16,7 @@ import numpy as np
 
 import dejax
 from dejax import families
+from dejax.ckpt.draft_state import draft_facts
 from dejax.ckpt.hf_weights import resident_keys
 from dejax.ckpt.tensor_files import (
     INDEX_FILE,
@@ -127,7 +128,7 @@ def draft_model_folder(
     """
     folded, neurons = fold(outline.config, draft)
     told = {
-        "draft": {"width": draft.config.width, "top_r": draft.config.top_r},
+        "draft": draft_facts(draft.config),
         "training": without_folders(dict(draft.training)),
     }
     return _folder(model, outline, dtype, folded, neurons, told)

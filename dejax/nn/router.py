@@ -43,7 +43,11 @@ class Router(nnx.Module):
         self.bias = nnx.Param(zeros) if config.router_bias else None
         self.selection_bias = nnx.Param(zeros) if config.selection_bias else None
 
-    def __call__(self, h: Float[Array, "*rows D"]) -> Routing:
+    def __call__(self, h: Float[Array, "*rows D"], *, plain: bool = False) -> Routing:
+        """The routing of rows; `plain`: by descending choice, with gates not divided by their sum.
+
+        It chooses the same experts.
+        """
         config = self.config
         wide = jnp.promote_types(h.dtype, jnp.float32)
         # "highest": accelerators would else round the operands of a float32 product.
@@ -59,21 +63,21 @@ class Router(nnx.Module):
         if config.groups > 1:
             choice = _keep_best_groups(choice, config)
         _, ids = jax.lax.top_k(choice, config.top_k)
-        ids, gates = self._gates(ids, scores, logits)
+        ids, gates = self._gates(ids, scores, logits, plain)
         law = scores / scores.sum(axis=-1, keepdims=True) if sigmoid else scores
         return Routing(ids=ids, gates=gates, scores=law)
 
-    def _gates(self, ids, scores, logits):
-        """Gates of the chosen experts, by descending gate."""
+    def _gates(self, ids, scores, logits, plain: bool):
+        """Gates of the chosen experts, by descending gate (`plain`: as they were chosen)."""
         config = self.config
         if config.scoring == "softmax_chosen":
             gates = jax.nn.softmax(jnp.take_along_axis(logits, ids, -1), axis=-1)
         else:
             gates = jnp.take_along_axis(scores, ids, -1)
-        if self.selection_bias is not None:  # chosen by another number than the gate
+        if self.selection_bias is not None and not plain:  # chosen by another number than the gate
             order = jnp.argsort(-gates, axis=-1, stable=True)
             ids, gates = jnp.take_along_axis(ids, order, -1), jnp.take_along_axis(gates, order, -1)
-        if config.normalised:
+        if config.normalised and not plain:
             gates = gates / (gates.sum(axis=-1, keepdims=True) + 1e-20)
         return ids, gates * config.scaling
 

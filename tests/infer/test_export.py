@@ -41,7 +41,7 @@ def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--draft", "init", "--format", "torch"], "--format: torch is not available"),
+        (["--draft", "init", "--format", "torhc"], "did you mean 'torch'"),
         (["--draft", "init", "--format", "safetensor"], "did you mean 'safetensors'"),
         ([], "--draft is missing"),
         (["--draft", "init", "--as", "adapter"], "--as is for --format gguf"),

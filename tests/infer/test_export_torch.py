@@ -1,0 +1,300 @@
+"""`dejax export --format torch`: the same numbers in `transformers`, for every family."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+import dejax
+from dejax.ckpt.draft_state import RAW_FILE, draft_tensors, load_draft, save_draft
+from dejax.ckpt.tensor_files import INDEX_FILE, SINGLE_FILE
+from dejax.draft.expert import random_draft
+from dejax.errors import FailedError, UsageError
+from dejax.export import torch_model
+from infer.convert import convert
+from infer.export import main
+from tests.families import reference
+from tests.families.configurations import FIRST, MOE_CONFIGS, raw_config
+from tests.families.random_folder import write_folder
+from tests.infer.torch_cases import (
+    DRAFT_LENGTH,
+    PROMPTS,
+    TOKENS,
+    TOLERANCE,
+    Exported,
+    acceptance,
+    draft_path,
+    greedy,
+    our_loop,
+)
+
+
+def slow_unless(fast, names) -> list:
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.fixture(scope="module")
+def lite(tmp_path_factory):
+    return Exported("lite", tmp_path_factory.mktemp("lite"))
+
+
+def close(one, other) -> bool:
+    return float(np.abs(np.asarray(one) - np.asarray(other)).max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", slow_unless({"lite"}, MOE_CONFIGS))
+def test_the_adapter_computes_and_drafts_alike_in_transformers(name, tmp_path):
+    case = Exported(name, tmp_path)
+    draft = case.attached(case.export("adapter"))
+    before = {key: value.clone() for key, value in draft.target.state_dict().items()}
+    logits, routing = draft_path(case.target, case.draft, TOKENS)
+    with torch.no_grad():
+        ours = draft.draft_forward(torch.from_numpy(TOKENS))
+    assert close(ours.logits, logits)
+    assert ours.routing.keys() == routing.keys()
+    for layer, (ids, gates) in routing.items():
+        np.testing.assert_array_equal(ours.routing[layer][0], ids)
+        assert close(ours.routing[layer][1], gates)
+    plain = [greedy(draft.target, prompt) for prompt in PROMPTS]
+    # The target is as it was: its own logits, weights and methods.
+    full = reference.logits(draft.target, TOKENS)
+    assert close(full, case.target(TOKENS)) and not close(full, logits)
+    assert all(torch.equal(value, before[k]) for k, value in draft.target.state_dict().items())
+    drafted = accepted = 0
+    for prompt, tokens in zip(PROMPTS, plain, strict=True):
+        assert greedy(draft, prompt, draft_length=DRAFT_LENGTH) == tokens
+        drafted, accepted = drafted + draft.drafted, accepted + draft.accepted
+    generations = our_loop(case)
+    assert [g.tokens for g in generations] == plain
+    of_ours = acceptance(generations)
+    assert drafted > 0
+    assert accepted / drafted == pytest.approx(of_ours[1] / of_ours[0], abs=0.02)
+
+
+def test_every_family_with_experts_is_here():
+    named = {raw_config(name)["model_type"] for name in MOE_CONFIGS}
+    assert named == set(FIRST) - {"llama", "qwen3"}
+
+
+def test_sampling_and_end_tokens(lite):
+    """A sampled draft may be refused; what is emitted ends where the target says so."""
+    draft = lite.attached(lite.export("sampled"))
+    prompt = torch.tensor([PROMPTS[0]])
+    torch.manual_seed(0)
+    out = draft.generate(prompt, max_new_tokens=30, do_sample=True, temperature=0.7)
+    assert 0 < draft.accepted < draft.drafted and out.shape[1] <= 42
+    tokens = greedy(draft.target, PROMPTS[0])
+    ended = greedy(draft, PROMPTS[0], eos_token_id=tokens[6], pad_token_id=0)
+    assert ended == tokens[: tokens.index(tokens[6]) + 1]
+    assert greedy(draft, PROMPTS[0], draft_length=1) == tokens
+
+
+def test_a_gradient_reaches_the_draft_experts_alone(lite):
+    draft = lite.attached(lite.export("trained")).requires_grad_(True)
+    draft.target.requires_grad_(False)
+    draft.draft_forward(torch.from_numpy(TOKENS[:, :8])).logits.sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+    assert draft.target.lm_head.weight.grad is None
+
+
+def test_another_target_is_refused_in_transformers(lite, tmp_path):
+    folder = lite.export("bound")
+    load = lambda: AutoModel.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
+    with pytest.raises(ValueError, match="no target"):
+        load().draft_forward(torch.from_numpy(TOKENS))
+    with pytest.raises(ValueError, match="for a deepseek_v2 of 3 layers, the target is a olmoe"):
+        load().attach(reference.random_model("olmoe"))
+    other = reference.random_model("lite", seed=1)
+    with pytest.raises(ValueError, match=f"trained for target {lite.target.identity}"):
+        load().attach(other)
+    assert load().attach(other, check=False).target is other
+    draft = lite.attached(folder)
+    mask = torch.tensor([[0, 1, 1]])
+    with pytest.raises(ValueError, match="without padding"):
+        draft.generate(torch.tensor([[1, 2, 3]]), attention_mask=mask)
+    with pytest.raises(ValueError, match="draft_length is 0"):
+        draft.generate(torch.tensor([[1, 2, 3]]), draft_length=0)
+
+
+def test_an_adapter_folder_says_what_it_is_and_is_read_again(lite):
+    folder = lite.export("said")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dejax_version"] == dejax.__version__
+    assert config["target_identity"] == lite.target.identity
+    told = json.loads((folder / "adapter_config.json").read_text())
+    assert told["training"] == {"data": "text.jsonl", "ema": 0.0}
+    again = load_draft(folder, lite.target)
+    ours, theirs = draft_tensors(lite.draft), draft_tensors(again)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    for path in folder.iterdir():
+        assert str(lite.place).encode() not in path.read_bytes()
+    assert "import dejax" not in (folder / "modeling_draft_experts.py").read_text()
+    lite.export("said")  # an older one is replaced
+
+
+FOLDED = {
+    "lite": {},
+    "full": {},
+    "two-mscales-biases-tied": {},
+    "v3": dict(gates="plain"),
+    "moonlight": dict(gates="plain"),
+    "v3-half-split": dict(gates="plain"),
+    "glm4-moe": dict(gates="plain"),
+    "glm4-moe-groups": dict(gates="plain"),
+}
+
+
+@pytest.mark.parametrize("name", slow_unless({"two-mscales-biases-tied", "v3"}, FOLDED))
+def test_a_draft_model_is_the_draft_path(name, tmp_path):
+    case = Exported(name, tmp_path, **FOLDED[name])
+    folder = case.export("drafter", "--as", "draft-model")
+    logits, _ = draft_path(case.target, case.draft, TOKENS)
+    drafter = reference.load(folder)
+    assert drafter.config.num_experts_per_tok == 1
+    assert close(reference.logits(drafter, TOKENS), logits)
+    assert close(dejax.load_target(folder)(TOKENS), logits)
+    target = reference.load(case.folder)
+    options = dict(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+    assisted = greedy(target, PROMPTS[0], assistant_model=drafter, **options)
+    assert assisted == greedy(target, PROMPTS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v3", "glm4-moe"])
+def test_plain_gates_draft_alike_in_transformers(name, tmp_path):
+    case = Exported(name, tmp_path, gates="plain")
+    draft = case.attached(case.export("adapter"))
+    logits, _ = draft_path(case.target, case.draft, TOKENS)
+    full, _ = draft_path(
+        case.target, replace(case.draft, config=replace(case.draft.config, gates="full")), TOKENS
+    )
+    with torch.no_grad():
+        assert close(draft.draft_forward(torch.from_numpy(TOKENS)).logits, logits)
+    assert not close(full, logits)
+    counts = [greedy(draft, p, draft_length=DRAFT_LENGTH) and draft.accepted for p in PROMPTS]
+    for engine in ("host", "callback", "resident"):
+        assert [g.stats["accepted"] for g in our_loop(case, engine=engine)] == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("lite", ["--as", "target"], "--as target writes no draft experts"),
+        ("lite", ["--dtype", "bf16"], "an adapter for torch is float32"),
+        ("lite", ["--as", "draft-model", "--dtype", "q8_0"], "q8_0 is for --format gguf"),
+        ("lite", ["--max-shard-size", "1MB"], "--max-shard-size is for"),
+        ("lite", ["--as", "draft-model", "--max-shard-size", "0"], "is 0"),
+        ("lite", ["--weights", "raw"], "init holds one set of weights"),
+        ("v3", ["--as", "draft-model"], "draft.gates=plain in distillation"),
+        ("glm4-moe", ["--as", "draft-model"], "draft.gates=plain in distillation"),
+        ("qwen3-moe", ["--as", "draft-model"], "qwen3_moe has no shared experts"),
+        ("olmoe", ["--as", "draft-model"], "olmoe has no shared experts"),
+        ("mixtral", ["--as", "draft-model"], "mixtral has no shared experts"),
+        ("gpt-oss", ["--as", "draft-model"], "gpt_oss has no shared experts"),
+        ("llama", [], "dense model"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(name, options, message, tmp_path):
+    folder, out = write_folder(tmp_path / "m", raw_config(name)), tmp_path / "out"
+    argv = [str(folder), "--draft", "init", "--format", "torch", "--out", str(out), *options]
+    with pytest.raises(UsageError, match=message) as refused:
+        main(argv)
+    assert "\n" not in str(refused.value) and not out.exists()
+
+
+def test_plain_gates_are_for_families_that_have_others(tmp_path):
+    with pytest.raises(UsageError, match="expected full for deepseek_v2"):
+        Exported("lite", tmp_path, gates="plain").export("adapter")
+
+
+@pytest.mark.parametrize("name", ["lite", "gpt-oss", "mixtral", "v3"])
+def test_a_target_in_shards_is_the_same_byte_for_byte(name, tmp_path):
+    folder, out = write_folder(tmp_path / "m", raw_config(name)), tmp_path / "out"
+    assert (
+        main([str(folder), "--format", "torch", "--out", str(out), "--max-shard-size", "64KB"]) == 0
+    )
+    index = json.loads((out / INDEX_FILE).read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    written = {file: load_file(out / file) for file in files}
+    for file, part in written.items():
+        assert {name for name, at in index["weight_map"].items() if at == file} == part.keys()
+        assert sum(a.nbytes for a in part.values()) <= 64_000 or len(part) == 1
+    before = load_file(folder / SINGLE_FILE)
+    after = {key: array for part in written.values() for key, array in part.items()}
+    assert before.keys() == after.keys()
+    assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in after.values())
+    assert dejax.load_target(out).identity == dejax.load_target(folder).identity
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()) and model.config.num_hidden_layers == len(model.model.layers)
+
+
+def test_a_converted_folder_is_exported_as_its_source(tmp_path):
+    folder = write_folder(tmp_path / "m", raw_config(), dtype="bfloat16")
+    convert(str(folder), tmp_path / "converted")
+    assert (
+        main([str(tmp_path / "converted"), "--format", "torch", "--out", str(tmp_path / "o")]) == 0
+    )
+    before, after = load_file(folder / SINGLE_FILE), load_file(out / SINGLE_FILE)
+    assert before.keys() == after.keys()
+    assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+
+
+def test_dtype_is_of_all_but_selection_biases(tmp_path):
+    folder, out = write_folder(tmp_path / "m", raw_config("v3")), tmp_path / "out"
+    assert main([str(folder), "--format", "torch", "--out", str(out), "--dtype", "bf16"]) == 0
+    for key, array in load_file(out / SINGLE_FILE).items():
+        wanted = "float32" if "correction_bias" in key else "bfloat16"
+        assert array.dtype.name == wanted, key
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_interrupted_export_leaves_nothing(lite, monkeypatch):
+    stop = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # noqa: E731
+    there = set(lite.place.iterdir())
+    monkeypatch.setattr(torch_model, "_write_json", stop)
+    with pytest.raises(FailedError, match="No space left"):
+        lite.export("whole", "--as", "draft-model")
+    assert set(lite.place.iterdir()) == there
+    monkeypatch.undo()
+    lite.export("whole", "--as", "draft-model")
+    with pytest.raises(UsageError, match="whole is not empty"):
+        lite.export("whole", "--as", "draft-model")
+
+
+def test_a_draft_model_names_no_machine(lite):
+    raw = json.loads((lite.folder / "config.json").read_text())
+    (lite.folder / "config.json").write_text(json.dumps(raw | {"_name_or_path": str(lite.place)}))
+    tokenizer = {"tokenizer_class": "X", "name_or_path": str(lite.place)}
+    (lite.folder / "generation_config.json").write_text(json.dumps(tokenizer))
+    folder = lite.export("nameless", "--as", "draft-model")
+    for path in folder.iterdir():
+        assert str(lite.place).encode() not in path.read_bytes()
+    told = json.loads((folder / "config.json").read_text())["dejax"]
+    assert told["target"] == lite.target.identity and told["version"] == dejax.__version__
+    assert told["draft"] == {"width": 24, "top_r": 1}
+    assert told["training"]["data"] == "text.jsonl"
+
+
+def test_average_or_last_step(lite):
+    last = random_draft(
+        lite.target.config, lite.draft.config, seed=9, identity=lite.target.identity
+    )
+    both = replace(lite.draft, raw=last.experts, training={"ema": 0.9})
+    save_draft(lite.place / "both", both, lite.target.config)
+    assert load_draft(lite.place / "both").raw is not None
+    wanted = {"ema": lite.draft, "raw": last}
+    for weights, draft in wanted.items():
+        folder = lite.export(f"of-{weights}", "--weights", weights, draft="both")
+        again = load_draft(folder)
+        assert again.raw is None and again.training["weights"] == weights
+        assert not (folder / RAW_FILE).exists()
+        ours, theirs = draft_tensors(draft), draft_tensors(again)
+        assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
