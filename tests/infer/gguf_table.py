@@ -55,17 +55,19 @@ def dtype_rows(place: Path) -> Iterator[str]:
 
 def main() -> None:
     """Measures all of them and puts the tables in their places."""
-    text = DOCUMENT.read_text(encoding="utf-8")
     for rows in (equal_rows, dtype_rows, different_rows):
-        name = rows.__name__.removesuffix("_rows")
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        head = "\n".join(rest.splitlines()[:2])
         with tempfile.TemporaryDirectory() as place:
-            lines = "\n".join(rows(Path(place)))
-        print(lines, flush=True)
-        text = f"{before}{begin}{head}\n{lines}\n{end}{rest.split(end)[1]}"
-        DOCUMENT.write_text(text, encoding="utf-8")
+            put(rows.__name__.removesuffix("_rows"), list(rows(Path(place))))
+
+
+def put(name: str, lines: list[str]) -> None:
+    """Puts the rows of a table under its head, between its two marks in the document."""
+    print("\n".join(lines), flush=True)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    table = "\n".join([*rest.splitlines()[:2], *lines])
+    DOCUMENT.write_text(f"{before}{begin}{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,18 @@ class Refused(Exception):
     """llama.cpp does not load the file; the message is what it said."""
 
 
-def ask(path: Path, *, drafter: Path | None = None, **requests: Any) -> dict[str, Any]:
+def ask(
+    path: Path, *, drafter: Path | None = None, draft_length: int = 6, **requests: Any
+) -> dict[str, Any]:
     """Answers by the name of a request, which is a dictionary:
 
     `{"logprobs": ids}` -> float64 [len(ids), V], after every prefix; `{"greedy": ids, "count": n}`
-    -> n ids, and how many of them `drafter` had drafted; `{"tokenize": texts}` -> a list of ids a
-    text; `{"chat": messages}` -> the prompt.
+    -> n ids (with `"ends": True` up to an end token), how many of them `drafter` had drafted, and
+    how many it drafted; `{"tokenize": texts}` -> a list of ids a text; `{"chat": messages}` -> the
+    prompt. Drafts are as long as they may be, whatever the drafter is sure of.
     """
-    argv = [sys.executable, __file__, str(path), *([] if drafter is None else [str(drafter)])]
+    given = [] if drafter is None else [str(drafter), str(draft_length)]
+    argv = [sys.executable, __file__, str(path), *given]
     done = subprocess.run(argv, input=json.dumps(requests), capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror" in line]
@@ -36,7 +40,7 @@ def ask(path: Path, *, drafter: Path | None = None, **requests: Any) -> dict[str
     return answers
 
 
-def _serve(path: str, drafter: str | None) -> Any:
+def _serve(path: str, drafter: str | None, draft_length: str) -> Any:
     import xllamacpp as llama
 
     settings = llama.CommonParams()
@@ -49,7 +53,7 @@ def _serve(path: str, drafter: str | None) -> Any:
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     if drafter is not None:
         draft = settings.speculative.draft
-        draft.mparams.path, draft.n_max = drafter, 6
+        draft.mparams.path, draft.n_max, draft.p_min = drafter, int(draft_length), 0.0
         draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         settings.speculative.types = [
             llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
@@ -57,8 +61,10 @@ def _serve(path: str, drafter: str | None) -> Any:
     return llama.Server(settings)
 
 
-def _main(requests: dict[str, Any], path: str, drafter: str | None = None) -> dict[str, Any]:
-    server = _serve(path, drafter)
+def _main(
+    requests: dict[str, Any], path: str, drafter: str | None = None, draft_length: str = "6"
+) -> dict[str, Any]:
+    server = _serve(path, drafter, draft_length)
 
     def post(place: str, **body: Any) -> Any:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -84,8 +90,10 @@ def _main(requests: dict[str, Any], path: str, drafter: str | None = None) -> di
             return logprobs(request["logprobs"])
         if "greedy" in request:
             body = dict(prompt=request["greedy"], n_predict=request["count"], temperature=0)
-            done = post("/completion", **body, return_tokens=True, ignore_eos=True)
-            return done["tokens"], done["timings"].get("draft_n_accepted", 0)
+            body["ignore_eos"] = not request.get("ends", False)
+            done = post("/completion", **body, return_tokens=True)
+            counts = (done["timings"].get(key, 0) for key in ("draft_n_accepted", "draft_n"))
+            return done["tokens"], *counts
         if "tokenize" in request:
             texts = request["tokenize"]
             options = dict(add_special=True, parse_special=True)

@@ -1,7 +1,10 @@
 """`dejax export --format torch`: the same numbers in `transformers`, for every family."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +35,9 @@ from tests.infer.torch_cases import (
     our_loop,
 )
 
+WITH_EXPERTS = [name for name in FIRST.values() if name in MOE_CONFIGS]
+"""A configuration of every family with experts."""
+
 
 def slow_unless(fast, names) -> list:
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
@@ -46,9 +52,9 @@ def close(one, other) -> bool:
     return float(np.abs(np.asarray(one) - np.asarray(other)).max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", slow_unless({"lite"}, MOE_CONFIGS))
+@pytest.mark.parametrize("name", slow_unless({"lite"}, WITH_EXPERTS))
 def test_the_adapter_computes_and_drafts_alike_in_transformers(name, tmp_path):
-    case = Exported(name, tmp_path)
+    case = Exported(name, tmp_path, num_hidden_layers=2)
     draft = case.attached(case.export("adapter"))
     before = {key: value.clone() for key, value in draft.target.state_dict().items()}
     logits, routing = draft_path(case.target, case.draft, TOKENS)
@@ -73,11 +79,6 @@ def test_the_adapter_computes_and_drafts_alike_in_transformers(name, tmp_path):
     of_ours = acceptance(generations)
     assert drafted > 0
     assert accepted / drafted == pytest.approx(of_ours[1] / of_ours[0], abs=0.02)
-
-
-def test_every_family_with_experts_is_here():
-    named = {raw_config(name)["model_type"] for name in MOE_CONFIGS}
-    assert named == set(FIRST) - {"llama", "qwen3"}
 
 
 def test_sampling_and_end_tokens(lite):
@@ -138,20 +139,17 @@ def test_an_adapter_folder_says_what_it_is_and_is_read_again(lite):
 
 
 FOLDED = {
-    "lite": {},
     "full": {},
     "two-mscales-biases-tied": {},
     "v3": dict(gates="plain"),
     "moonlight": dict(gates="plain"),
-    "v3-half-split": dict(gates="plain"),
-    "glm4-moe": dict(gates="plain"),
     "glm4-moe-groups": dict(gates="plain"),
 }
 
 
-@pytest.mark.parametrize("name", slow_unless({"two-mscales-biases-tied", "v3"}, FOLDED))
+@pytest.mark.parametrize("name", slow_unless({"v3"}, FOLDED))
 def test_a_draft_model_is_the_draft_path(name, tmp_path):
-    case = Exported(name, tmp_path, **FOLDED[name])
+    case = Exported(name, tmp_path, num_hidden_layers=2, **FOLDED[name])
     folder = case.export("drafter", "--as", "draft-model")
     logits, _ = draft_path(case.target, case.draft, TOKENS)
     drafter = reference.load(folder)
@@ -165,9 +163,8 @@ def test_a_draft_model_is_the_draft_path(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v3", "glm4-moe"])
-def test_plain_gates_draft_alike_in_transformers(name, tmp_path):
-    case = Exported(name, tmp_path, gates="plain")
+def test_plain_gates_draft_alike_in_transformers(tmp_path):
+    case = Exported("v3", tmp_path, gates="plain", num_hidden_layers=2)
     draft = case.attached(case.export("adapter"))
     logits, _ = draft_path(case.target, case.draft, TOKENS)
     full, _ = draft_path(
@@ -177,7 +174,7 @@ def test_plain_gates_draft_alike_in_transformers(name, tmp_path):
         assert close(draft.draft_forward(torch.from_numpy(TOKENS)).logits, logits)
     assert not close(full, logits)
     counts = [greedy(draft, p, draft_length=DRAFT_LENGTH) and draft.accepted for p in PROMPTS]
-    for engine in ("host", "callback", "resident"):
+    for engine in ("host", "callback"):
         assert [g.stats["accepted"] for g in our_loop(case, engine=engine)] == counts
 
 
@@ -215,9 +212,8 @@ def test_plain_gates_are_for_families_that_have_others(tmp_path):
 @pytest.mark.parametrize("name", ["lite", "gpt-oss", "mixtral", "v3"])
 def test_a_target_in_shards_is_the_same_byte_for_byte(name, tmp_path):
     folder, out = write_folder(tmp_path / "m", raw_config(name)), tmp_path / "out"
-    assert (
-        main([str(folder), "--format", "torch", "--out", str(out), "--max-shard-size", "64KB"]) == 0
-    )
+    argv = [str(folder), "--format", "torch", "--out", str(out), "--max-shard-size", "64KB"]
+    assert main(argv) == 0
     index = json.loads((out / INDEX_FILE).read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files and len(files) > 2
@@ -238,10 +234,9 @@ def test_a_target_in_shards_is_the_same_byte_for_byte(name, tmp_path):
 
 def test_a_converted_folder_is_exported_as_its_source(tmp_path):
     folder = write_folder(tmp_path / "m", raw_config(), dtype="bfloat16")
-    convert(str(folder), tmp_path / "converted")
-    assert (
-        main([str(tmp_path / "converted"), "--format", "torch", "--out", str(tmp_path / "o")]) == 0
-    )
+    between, out = tmp_path / "converted", tmp_path / "o"
+    convert(str(folder), between)
+    assert main([str(between), "--format", "torch", "--out", str(out)]) == 0
     before, after = load_file(folder / SINGLE_FILE), load_file(out / SINGLE_FILE)
     assert before.keys() == after.keys()
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
@@ -298,3 +293,49 @@ def test_average_or_last_step(lite):
         assert not (folder / RAW_FILE).exists()
         ours, theirs = draft_tensors(draft), draft_tensors(again)
         assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+def test_the_documented_commands(lite, tmp_path, monkeypatch, capsys):
+    """What `docs/export.md` tells to type for `transformers` does what it says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "MODEL").symlink_to(lite.folder)
+    (tmp_path / "D").symlink_to(lite.place / "draft")
+    convert("MODEL", tmp_path / "CONVERTED")
+    text = (Path(dejax.__file__).parents[1] / "docs" / "export.md").read_text()
+    commands, code = text.split("## For transformers")[1].split("<!-- transformers -->")
+    (block,) = re.findall(r"```bash\n(.*?)```", commands, re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [line[:2] for line in lines] == [["dejax", "export"]] * 3
+    for line in lines:
+        assert main(line[2:]) == 0
+    names: dict = {}
+    exec(code.split("```python\n")[1].split("```")[0], names)
+    assert (
+        names["tokens"].tolist()
+        == names["target"].generate(names["ids"], max_new_tokens=32, do_sample=False).tolist()
+    )
+    assert re.search(r"\d+ of \d+ drafted tokens accepted", capsys.readouterr().out)
+    assert names["out"].logits.shape == (1, 3, 256) and set(names["out"].routing) == {1, 2}
+    assert dejax.load_target("model").identity == lite.target.identity
+
+
+def test_a_gguf_adapter_is_read_again(lite, tmp_path):
+    """Byte for byte in float32; quantised, as near as its blocks are."""
+    ours = draft_tensors(lite.draft)
+    for dtype, away in (("f32", 0.0), ("q8_0", 0.01), ("q4_0", 0.15)):
+        out = tmp_path / f"{dtype}.gguf"
+        given = ["--draft", str(lite.place / "draft"), "--format", "gguf", "--dtype", dtype]
+        assert main([str(lite.folder), *given, "--out", str(out)]) == 0
+        again = load_draft(out, lite.target)
+        assert again.config == lite.draft.config and again.identity == lite.draft.identity
+        assert again.training == {"data": "text.jsonl", "ema": 0.0}
+        for name, array in draft_tensors(again).items():
+            error = np.abs(array - ours[name]).max() / np.abs(ours[name]).max()
+            assert error <= away, (dtype, name)
+    with pytest.raises(UsageError, match="trained for target"):
+        load_draft(out, replace(lite.target, identity="another"))
+    main([str(lite.folder), "--format", "gguf", "--out", str(tmp_path / "model.gguf")])
+    with pytest.raises(UsageError, match="no draft experts"):
+        load_draft(tmp_path / "model.gguf")
+    with pytest.raises(UsageError, match="no such file"):
+        load_draft(tmp_path / "nowhere.gguf")

@@ -66,22 +66,22 @@ def draft_path(target: Target, draft: Draft, tokens: np.ndarray):
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     masks = sequence_masks(target.config, positions, jnp.zeros_like(ids))
     x, routing = embed(target.model, ids, jnp.float32), {}
-    options = dict(r=draft.config.top_r, activation=target.config.moe.activation)
     for index, layer in enumerate(target.model.layers):
         definition, params = split_layer(layer)
         mask = masks.of_layer(target.config.is_windowed(index))
         routed = index in target.config.moe_layers
         expert = draft.layer_params(index) if routed else None
         stack = target.layer_experts(index) if routed else None
-        step = jax.jit(partial(_layer, definition, draft.plain, **options))
-        x, chosen = step(params, expert, stack, x, positions, mask)
+        rule = draft.config.top_r, draft.plain, target.config.moe.activation
+        x, chosen = _layer(definition, rule, params, expert, stack, x, positions, mask)
         if chosen is not None:
             routing[index] = jax.tree.map(np.asarray, chosen)
     return np.asarray(logits_of(target.model, x)), routing
 
 
-def _layer(definition, plain, params, expert, stack, x, positions, mask, *, r, activation):
-    layer = nnx.merge(definition, params)
+@partial(jax.jit, static_argnums=(0, 1))
+def _layer(definition, rule, params, expert, stack, x, positions, mask):
+    layer, (r, plain, activation) = nnx.merge(definition, params), rule
     experts = lambda h, routing: h  # noqa: E731 (a dense layer asks for none)
     if stack is not None:
         experts = draft_experts(stack, expert, r=r, block=16, activation=activation)
@@ -97,7 +97,8 @@ def our_loop(case: Exported, prompts=PROMPTS, **options) -> list[Generation]:
     """dejax's own decoding of `prompts` with the draft experts, at a fixed draft length."""
     control = ControlConfig(draft_length=DRAFT_LENGTH, truncate=False)
     fixed = dict(mode="draft-expert", governor=False, max_new_tokens=NEW_TOKENS, control=control)
-    return generate(case.target, prompts, draft=case.draft, **fixed | options)
+    options = fixed | dict(engine="callback") | options
+    return generate(case.target, prompts, draft=case.draft, **options)
 
 
 def acceptance(generations: list[Generation]) -> tuple[int, int]:

@@ -15,10 +15,12 @@ GREEDY = MoEConfig(num_experts=8, top_k=3, expert_width=4, shared_width=0)
 GROUPED = dataclasses.replace(GREEDY, groups=4, groups_kept=2)
 
 
-def route(config, logits, dtype=jnp.float32):
+def route(config, logits, dtype=jnp.float32, **options):
     """Routing of rows whose logits are given: the router's weight is the identity."""
     router = filled(lambda rngs: Router(config, config.num_experts, dtype=dtype, rngs=rngs))
     router.weight[...] = jnp.asarray(np.eye(config.num_experts), dtype)
+    if options:
+        return router(jnp.asarray(np.array(logits), dtype), **options)
     return apply(router, jnp.asarray(np.array(logits), dtype))
 
 
@@ -96,3 +98,20 @@ def test_the_product_is_exact_on_accelerators_too():
 def test_any_leading_shape(shape):
     routing = route(GREEDY, np.ones(shape))
     assert routing.ids.shape == (*shape[:-1], 3) and routing.scores.shape == shape
+
+
+def test_plain_gates_are_those_of_the_same_router_with_fewer_experts():
+    """As chosen, not divided by their sum: the first r are a model with r experts a token."""
+    sigmoid = dict(scoring="sigmoid", selection_bias=True, scaling=2.5, group_score="top2")
+    config = dataclasses.replace(GROUPED, **sigmoid, normalised=True, num_experts=8)
+    logits = np.random.default_rng(3).standard_normal((40, 8))
+    full, plain = route(config, logits), route(config, logits, plain=True)
+    np.testing.assert_array_equal(np.sort(full.ids), np.sort(plain.ids))
+    np.testing.assert_array_equal(full.scores, plain.scores)
+    assert (np.asarray(full.ids[:, 0]) != np.asarray(plain.ids[:, 0])).any()
+    expected = 2.5 / (1 + np.exp(-np.take_along_axis(logits, np.asarray(plain.ids), -1)))
+    np.testing.assert_allclose(plain.gates, expected, rtol=1e-5)
+    for r in (1, 2):
+        fewer = route(dataclasses.replace(config, top_k=r, normalised=False), logits)
+        np.testing.assert_array_equal(np.sort(plain.ids[:, :r]), np.sort(fewer.ids))
+        np.testing.assert_allclose(np.sort(plain.gates[:, :r]), np.sort(fewer.gates), rtol=1e-6)

@@ -100,6 +100,9 @@ def test_the_average_is_its_closed_form_and_what_is_saved(run):
         np.testing.assert_allclose(states[-1]["average"][name], expected, rtol=1e-5, atol=1e-6)
         assert np.abs(expected - states[-1]["draft"][name]).max() > 1e-3
     assert_same(run.draft.stacked_params(), states[-1]["average"])
+    assert run.draft.raw is not None
+    last = replace(run.draft, experts=run.draft.raw)
+    assert_same(last.stacked_params(), states[-1]["draft"])
 
 
 @pytest.mark.slow
