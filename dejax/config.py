@@ -381,5 +381,3 @@ class DraftConfig:
     def __post_init__(self):
         _require_positive("draft", width=self.width)
         _require(self.top_r >= 0, f"draft: top_r is {self.top_r}; expected 0 or more")
-        known = self.gates in ("full", "plain")
-        _require(known, f"draft: gates is {self.gates!r}; expected full or plain")

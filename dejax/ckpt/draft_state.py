@@ -261,6 +261,9 @@ def _check_config(place: Path, config: dict[str, Any]) -> None:
         value = part.get(key) if isinstance(part, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UsageError(f"{place}: {group}.{key} is {value!r}; expected {kind.__name__}")
+    gates = config["draft"].get("gates", "full")
+    if gates not in ("full", "plain"):
+        raise UsageError(f"{place}: draft.gates is {gates!r}; expected full or plain")
     layers = config["target"]["moe_layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise UsageError(f"{place}: target.moe_layers is {layers}; expected layer indices")

@@ -118,6 +118,7 @@ def test_short_floats_are_widened(folder, draft):
         (lambda c: c["draft"].update(width="5"), "draft.width is '5'; expected int"),
         (lambda c: c["draft"].update(top_r=True), "draft.top_r is True; expected int"),
         (lambda c: c["target"].update(moe_layers=[]), r"moe_layers is \[\]; expected layer"),
+        (lambda c: c["draft"].update(gates="raw"), "gates is 'raw'; expected full or plain"),
         (lambda c: c["draft"].update(width=0), r"shape \[5, 32\], expected \[0, 32\]"),
         (lambda c: c["target"].update(width=31), r"shape \[5, 32\], expected \[5, 31\]"),
     ],

@@ -1,5 +1,6 @@
 """`dejax export --format torch`: the same numbers in `transformers`, for every family."""
 
+import functools
 import json
 import re
 import shlex
@@ -52,33 +53,50 @@ def close(one, other) -> bool:
     return float(np.abs(np.asarray(one) - np.asarray(other)).max()) <= TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """By name: a case of two layers, and its adapter attached in `transformers`; made once."""
+
+    @functools.cache
+    def make(name: str):
+        made = Exported(name, tmp_path_factory.mktemp(name), num_hidden_layers=2)
+        return made, made.attached(made.export("adapter"))
+
+    return make
+
+
 @pytest.mark.parametrize("name", slow_unless({"lite"}, WITH_EXPERTS))
-def test_the_adapter_computes_and_drafts_alike_in_transformers(name, tmp_path):
-    case = Exported(name, tmp_path, num_hidden_layers=2)
-    draft = case.attached(case.export("adapter"))
+def test_target_and_draft_path_are_the_same_in_transformers(case, name):
+    ours, draft = case(name)
     before = {key: value.clone() for key, value in draft.target.state_dict().items()}
-    logits, routing = draft_path(case.target, case.draft, TOKENS)
+    logits, routing = draft_path(ours.target, ours.draft, TOKENS)
     with torch.no_grad():
-        ours = draft.draft_forward(torch.from_numpy(TOKENS))
-    assert close(ours.logits, logits)
-    assert ours.routing.keys() == routing.keys()
+        theirs = draft.draft_forward(torch.from_numpy(TOKENS))
+    assert close(theirs.logits, logits)
+    assert theirs.routing.keys() == routing.keys()
     for layer, (ids, gates) in routing.items():
-        np.testing.assert_array_equal(ours.routing[layer][0], ids)
-        assert close(ours.routing[layer][1], gates)
-    plain = [greedy(draft.target, prompt) for prompt in PROMPTS]
-    # The target is as it was: its own logits, weights and methods.
+        np.testing.assert_array_equal(theirs.routing[layer][0], ids)
+        assert close(theirs.routing[layer][1], gates)
+    # The target is as it was.
     full = reference.logits(draft.target, TOKENS)
-    assert close(full, case.target(TOKENS)) and not close(full, logits)
+    assert close(full, ours.target(TOKENS)) and not close(full, logits)
     assert all(torch.equal(value, before[k]) for k, value in draft.target.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_assisted_generation_has_the_targets_tokens_and_our_acceptance(case, name):
+    ours, draft = case(name)
+    plain = [greedy(draft.target, prompt) for prompt in PROMPTS]
     drafted = accepted = 0
     for prompt, tokens in zip(PROMPTS, plain, strict=True):
         assert greedy(draft, prompt, draft_length=DRAFT_LENGTH) == tokens
         drafted, accepted = drafted + draft.drafted, accepted + draft.accepted
-    generations = our_loop(case)
+    generations = our_loop(ours)
     assert [g.tokens for g in generations] == plain
-    of_ours = acceptance(generations)
-    assert drafted > 0
-    assert accepted / drafted == pytest.approx(of_ours[1] / of_ours[0], abs=0.02)
+    counts = acceptance(generations)
+    assert 0 < accepted < drafted
+    assert accepted / drafted == pytest.approx(counts[1] / counts[0], abs=0.02)
 
 
 def test_sampling_and_end_tokens(lite):
