@@ -169,11 +169,10 @@ def layer_full(
     positions: Int[Array, "B T"],
     mask: Bool[Array, "B T T"],
     experts: ExpertsFn,
-    plain: bool = False,
 ) -> tuple[Float[Array, "B T D"], LayerTap | None]:
-    """One layer over whole sequences; `experts` gives the routed output (`plain`: `route`)."""
+    """One layer over whole sequences; `experts` gives the routed output."""
     x = attend_full(layer, x, positions=positions, mask=mask)
-    h, routing, always = route(layer, x, plain=plain)
+    h, routing, always = route(layer, x)
     if routing is None:
         return combine(x, always), None
     routed = experts(h, routing)

@@ -5,20 +5,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from flax import nnx
 
-import dejax.target
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import DraftConfig
 from dejax.draft.expert import Draft, random_draft
-from dejax.draft.path import draft_experts
 from dejax.export import gguf_config
 from dejax.export.gguf import export_adapter, export_draft_model, export_target
-from dejax.model import layer_full
 from dejax.target import Target, load_target, read_outline
 from tests.families.configurations import raw_config
 from tests.families.random_folder import write_folder
 from tests.infer import small_tokenizer
+from tests.infer.draft_path import draft_path
 from tests.infer.gguf_cases import (
     EQUAL,
     IDS,
@@ -128,22 +125,8 @@ def test_quantised_tiny_stays_near(dtype, tiny, tmp_path):
 
 
 def draft_logits(target: Target, draft: Draft, ids: list[int]) -> np.ndarray:
-    """The draft path over a whole sequence."""
-    layers = iter(range(target.config.num_layers))
-    plain = dejax.target._whole_layer
-
-    def layer(definition, activation, params, stack, x, positions, mask):
-        index = next(layers)
-        if stack is None:
-            return plain(definition, activation, params, stack, x, positions, mask)
-        experts = draft_experts(
-            stack, draft.layer_params(index), r=draft.config.top_r, block=16, activation=activation
-        )
-        merged = nnx.merge(definition, params)
-        return layer_full(merged, x, positions=positions, mask=mask, experts=experts)[0]
-
-    with mock.patch.object(dejax.target, "_whole_layer", layer):
-        return logprobs(target([ids])[0])
+    """Log-probabilities of the draft path over a whole sequence."""
+    return logprobs(draft_path(target, draft, np.array([ids]))[0][0])
 
 
 def test_the_drafter_of_tiny_is_the_draft_path(tiny, tmp_path):
@@ -167,13 +150,15 @@ def test_llama_cpp_speculates_with_the_drafter(tiny, tiny_file, tmp_path):
     assert drafted[2] > drafted[1] >= 16
 
 
-@pytest.mark.parametrize(("name", "r", "width"), [("lite", 2, 40), ("full", 1, 32)])
-def test_other_drafters_are_the_draft_path(name, r, width, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "r", "width", "gates"),
+    [("lite", 2, 40, "full"), ("full", 1, 32, "full"), ("v3", 1, 32, "plain")],
+)
+def test_other_drafters_are_the_draft_path(name, r, width, gates, tmp_path):
     folder = small_model(tmp_path / "m", name, {})
     outline = read_outline(folder)
-    draft = random_draft(
-        outline.config, DraftConfig(width=width, top_r=r), seed=1, identity=outline.identity
-    )
+    config = DraftConfig(width=width, top_r=r, gates=gates)
+    draft = random_draft(outline.config, config, seed=1, identity=outline.identity)
     export = export_draft_model(folder, outline, draft, "f32")
     assert export.warnings == ()  # groups do not matter where one expert is chosen
     export.write(tmp_path / "d.gguf")

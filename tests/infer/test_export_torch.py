@@ -24,6 +24,7 @@ from infer.export import main
 from tests.families import reference
 from tests.families.configurations import FIRST, MOE_CONFIGS, raw_config
 from tests.families.random_folder import write_folder
+from tests.infer.draft_path import draft_path
 from tests.infer.torch_cases import (
     DRAFT_LENGTH,
     PROMPTS,
@@ -31,7 +32,6 @@ from tests.infer.torch_cases import (
     TOLERANCE,
     Exported,
     acceptance,
-    draft_path,
     greedy,
     our_loop,
 )

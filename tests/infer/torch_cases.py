@@ -1,23 +1,18 @@
 """Random targets with draft experts, exported for `transformers`, beside what dejax computes."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import nnx
 from transformers import AutoModel
 
 from dejax.ckpt.draft_state import save_draft
 from dejax.config import DraftConfig
-from dejax.draft.expert import Draft, DraftExpert, random_draft
-from dejax.draft.path import draft_experts
-from dejax.model import embed, layer_full, logits_of, sequence_masks, split_layer
+from dejax.draft.expert import DraftExpert, random_draft
 from dejax.spec.control import ControlConfig
-from dejax.target import Target, load_target
+from dejax.target import load_target
 from infer.export import main
 from infer.generate import Generation, generate
 from tests.families import reference
@@ -60,39 +55,6 @@ class Exported:
         """The exported draft experts, attached to the target as `transformers` loads it."""
         model = AutoModel.from_pretrained(folder, trust_remote_code=True)
         return model.attach(reference.load(self.folder))
-
-
-def draft_path(target: Target, draft: Draft, tokens: np.ndarray):
-    """Logits [B, T, V] of the draft path, and (ids, gates) [B, T, K] of every MoE layer."""
-    ids = jnp.asarray(tokens, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    masks = sequence_masks(target.config, positions, jnp.zeros_like(ids))
-    x, routing = embed(target.model, ids, jnp.float32), {}
-    for index, layer in enumerate(target.model.layers):
-        definition, params = split_layer(layer)
-        mask = masks.of_layer(target.config.is_windowed(index))
-        routed = index in target.config.moe_layers
-        expert = draft.layer_params(index) if routed else None
-        stack = target.layer_experts(index) if routed else None
-        rule = draft.config.top_r, draft.plain, target.config.moe.activation
-        x, chosen = _layer(definition, rule, params, expert, stack, x, positions, mask)
-        if chosen is not None:
-            routing[index] = jax.tree.map(np.asarray, chosen)
-    return np.asarray(logits_of(target.model, x)), routing
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _layer(definition, rule, params, expert, stack, x, positions, mask):
-    layer, (r, plain, activation) = nnx.merge(definition, params), rule
-    experts = lambda h, routing: h  # noqa: E731 (a dense layer asks for none)
-    if stack is not None:
-        experts = draft_experts(stack, expert, r=r, block=16, activation=activation)
-    place = dict(positions=positions, mask=mask, experts=experts)
-    x_after, tap = layer_full(layer, x, plain=plain, **place)
-    if tap is None:
-        return x_after, None
-    full = layer.router(tap.hidden)
-    return x_after, (full.ids, full.gates)
 
 
 def our_loop(case: Exported, prompts=PROMPTS, **options) -> list[Generation]:

@@ -12,7 +12,7 @@ from dejax.errors import UsageError
 from dejax.model import logits_of
 from dejax.target import load_target
 from tests.families.random_folder import raw_config, write_folder
-from tests.infer.torch_cases import draft_path
+from tests.infer.draft_path import draft_path
 from tests.train.rows import random_batch
 from tests.train.test_distill_families import CONFIG
 from train.distill import distill, draft_config
