@@ -13,7 +13,7 @@ from infer.bench_limits import Limits
 from infer.bench_rows import Row, spread
 from infer.memory import peak_rss
 from infer.report import identity, rounds_of
-from infer.suite import Result, Run, Suite, run_all
+from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
@@ -97,14 +97,26 @@ def draft_lengths() -> list[Run]:
 def over_links(loads: float, *, drafts: bool) -> list[Run]:
     """What is compared over links of different rates; `loads` names the rate."""
     name = f"loads {loads:g} x computation"
-    runs = [
-        Run("AR", "ar"),
-        Run(f"AR, {LOOK}", "ar", look_ahead=True),
-        Run("AR, half cached (LRU)", "ar", cache=0.5),
-    ]
+    runs = [Run("AR", "ar"), Run(f"AR, {LOOK}", "ar", look_ahead=True)]
     if drafts:
         runs.append(Run("draft-expert", "draft-expert", look_ahead=True, **FULL))
-        runs.append(Run("draft-expert, half cached", "draft-expert", cache=0.5, **FULL))
+    return [replace(run, name=f"{run.name}, {name}") for run in runs]
+
+
+def half_cached(*, drafts: bool) -> list[Run]:
+    """What is compared where a cache of half the experts leaves loads that are worth hiding."""
+    name = f"loads {LOAD_TO_COMPUTE:g} x computation when half cached"
+    runs = [Run("AR", "ar"), Run("AR, half cached (LRU)", "ar", cache=0.5)]
+    if drafts:
+        ways: dict[str, dict[str, Any]] = {
+            "K=6": {},
+            "K=4": dict(draft_length=4),
+            "K=6, surer than 0.5": dict(budget="off", tau=0.5),
+            "K=6, cost": dict(controller="cost"),
+        }
+        for way, options in ways.items():
+            run = Run(f"draft-expert, half cached, {way}", "draft-expert", cache=0.5)
+            runs.append(replace(run, **_full(**options)))
     return [replace(run, name=f"{run.name}, {name}") for run in runs]
 
 

@@ -62,7 +62,8 @@ def plot_cache(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def plot_links(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Tokens a second by the rate of the link."""
-    lines = lines_of([r for r in rows if r["tps"]], "link_bytes_per_second", "tps")
+    plain = [r for r in rows if r["tps"] and not r["options"].get("cache")]
+    lines = lines_of(plain, "link_bytes_per_second", "tps")
     lines = [(name, [(x / 1e9, y) for x, y in points]) for name, points in lines]
     _plot(path, lines, "GB/s of the simulated link", "tokens per second", log=True)
 

@@ -13,6 +13,7 @@ governed_rounds are rounds in which a mode that drafts was kept from it (`infer.
 count as rounds everywhere else too.
 """
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,13 +53,12 @@ def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | Non
 def shuffled_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
     """Recall and precision if every round had been given the prefetches of another one.
 
-    They are handed round by half of their number: neighbours share experts.
+    In an order that has nothing to do with theirs, and is always the same.
     """
     guesses = [record.prefetched for record in rounds if record.prefetched]
     if len(guesses) < 2:
         return None, None
-    half = len(guesses) // 2
-    others = iter(guesses[half:] + guesses[:half])
+    others = iter(random.Random(0).sample(guesses, len(guesses)))
     return _quality([(r, next(others) if r.prefetched else frozenset()) for r in rounds])
 
 

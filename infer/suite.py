@@ -244,21 +244,32 @@ def _row(
 
 
 def choose_link(
-    target: Target, prompt: list[int], tokens: int = 24, *, loads: float = LOAD_TO_COMPUTE
+    target: Target,
+    prompt: list[int],
+    tokens: int = 24,
+    *,
+    loads: float = LOAD_TO_COMPUTE,
+    cache: float = 0.0,
 ) -> Link:
     """A simulated link on which an AR step's loads take `loads` times its compute.
 
-    The compute is measured here, with every expert on the device.
+    The compute is measured here, with every expert on the device; and what is moved, if a `cache`
+    holds a share of the experts.
     """
-    offload = Offload(device_cache=None)
-    store = expert_store(target, offload)
+    store = expert_store(target, Offload(device_cache=None))
     options = DecodeOptions(mode="ar", max_new_tokens=tokens, stop_at_eos=False)
-    with Decoder(target, offload=offload, capacity=len(prompt) + tokens, store=store) as decoder:
-        decoder.run(prompt, options)  # fills the device cache
-        rounds = rounds_of(decoder.run(prompt, options))
-    compute = statistics.median(record.total_seconds for record in rounds)
-    config = target.config
-    moved = config.routes_per_token * store.bytes_per_expert
+
+    def second_run(share: float) -> list[Round]:
+        suite = Suite(target, None, [("", prompt)], tokens, parse_link("real"))
+        with _decoder(suite, store, (False, share, False)) as decoder:
+            decoder.run(prompt, options)  # fills the device cache
+            return rounds_of(decoder.run(prompt, options))
+
+    compute = statistics.median(record.total_seconds for record in second_run(1.0))
+    moved = target.config.routes_per_token * store.bytes_per_expert
+    if cache:
+        rounds = second_run(cache)
+        moved = sum(load.bytes for record in rounds for load in record.loads) / len(rounds)
     rate = moved / (loads * compute) / 1e9
     return parse_link(f"sim:{rate:.2g}")
 

@@ -35,6 +35,7 @@ from infer.bench_decode import (
     cache_sizes,
     draft_lengths,
     drafting,
+    half_cached,
     over_links,
     seeded,
 )
@@ -155,8 +156,10 @@ def _target(args: Arguments) -> Target:
     return load_shown(args.model)
 
 
-def _with_link(args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE) -> Suite:
-    """Draft experts, prompts and link for a target; `loads` is for `--link auto`."""
+def _with_link(
+    args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE, cache: float = 0.0
+) -> Suite:
+    """Draft experts, prompts and link for a target; `loads`, `cache` are for `--link auto`."""
     draft = None if args.draft is None else resolve_draft(args.draft, target)
     if target.tokenizer is None:
         ids = prompts_of_random_tokens(target.config, args.count, RANDOM_PROMPT)
@@ -174,7 +177,7 @@ def _with_link(args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE) 
     if not target.config.moe_layers:
         link = parse_link("real")
     elif args.link == "auto":
-        link = choose_link(target, fits[0][1], loads=loads)
+        link = choose_link(target, fits[0][1], loads=loads, cache=cache)
     else:
         link = parse_link(args.link)
     say(f"{len(fits)} prompts of {args.max_new_tokens} new tokens; {link.describe()}")
@@ -193,6 +196,10 @@ def _bench_link(args: Arguments) -> Found:
         suite = _with_link(args, target, loads)
         runs = over_links(loads, drafts=suite.draft is not None)
         more, _, wrong = _decode(args, suite, runs)
+        rows, bad = rows + more, bad + wrong
+    if args.link == "auto":
+        suite = _with_link(args, target, cache=0.5)
+        more, _, wrong = _decode(args, suite, half_cached(drafts=suite.draft is not None))
         rows, bad = rows + more, bad + wrong
     return rows, {"expert_bytes": store.bytes_per_expert}, bad
 
