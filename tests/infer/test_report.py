@@ -12,6 +12,7 @@ from infer.report import (
     identity,
     loads_by_kind,
     rounds_of,
+    shuffled_quality,
     stats,
 )
 from infer.trace import Round
@@ -161,6 +162,19 @@ def test_rejected_first_tokens_leave_later_positions_out():
     assert alpha_by_position([rejected]) == [0.0]
     assert alpha_by_position([rejected, PARTLY]) == [0.5, 0.0]
     assert alpha_by_position([]) == []
+
+
+def test_the_control_has_the_prefetches_of_other_rounds():
+    rounds = [
+        Round(kind="round", committed=1, required=pairs(*needs), prefetched=pairs(*guess))
+        for needs, guess in [((0, 1), (0, 1)), ((), ()), ((2, 3), (2, 3)), ((0, 2), (0, 5))]
+    ]
+    found = stats(rounds)
+    assert found["prefetch_recall"] == 5 / 6 and found["prefetch_precision"] == 5 / 6
+    # Half of three on: the first is given {2, 3}, the third {0, 5}, the last {0, 1}.
+    assert shuffled_quality(rounds) == (1 / 6, 1 / 6)
+    assert (found["shuffled_recall"], found["shuffled_precision"]) == (1 / 6, 1 / 6)
+    assert shuffled_quality(rounds[:2]) == (None, None)
 
 
 def test_prefetches_without_use_have_precision_zero_and_no_prefetch_has_none():
