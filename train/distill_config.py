@@ -28,14 +28,13 @@ class DistillConfig:
       which tokens count, all or what the assistant says; text_column: the column that has the text.
 
       draft: shape of the draft experts (none: as wide as a routed expert), and the gates of the
-      routed experts beside them; init: what they start
-      from; losses: weights of the four, to which `losses_from` (none: they are constant) leads in
-      a straight line over `ramp_steps`; objective: `all`, or `residual-local` (the cheap first
-      stage); kv: whose keys and values a drafted token sees, the `draft`'s own (as the paper
-      trains), or `mixed` (as it is when decoding): the target's before its block of `kv_block`
-      tokens (drafts are as long where decoding is
-      measured on the way); ema: decay of an average of the draft, which is then what is saved
-      first, and the last step's beside it (0: none).
+      routed experts beside them; init: what they start from; losses: weights of the four, to which
+      `losses_from` (none: they are constant) leads in a straight line over `ramp_steps`; objective:
+      `all`, or `residual-local` (the cheap first stage); kv: whose keys and values a drafted token
+      sees, the `draft`'s own (as the paper trains), or `mixed` (as it is when decoding): the
+      target's before its block of `kv_block` tokens (drafts are as long where decoding is measured
+      on the way); ema: decay of an average of the draft, which is then what is saved first, and the
+      last step's beside it (0: none).
 
       seq_len, batch_size: shape of a batch; accumulate: into how many smaller ones it is cut;
       dtype: what the target's weights are held in; compute: dtype of activations (losses,

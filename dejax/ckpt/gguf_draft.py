@@ -32,10 +32,14 @@ def read_gguf_adapter(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     target = {key: file.value(f"dejax.target.{key}") for key in _TARGET}
     layers = file.value("dejax.target.moe_layers")
     draft = {key: file.value(f"dejax.draft.{key}") for key in ("width", "top_r")}
+    try:
+        training = dict(json.loads(file.value("dejax.draft.training", "{}")))
+    except (TypeError, ValueError):
+        raise UsageError(f"{path}: dejax.draft.training is no JSON object") from None
     config = {
         "target": target | {"moe_layers": layers},
         "draft": draft | {"gates": file.value("dejax.draft.gates", "full")},
-        "training": json.loads(file.value("dejax.draft.training", "{}")),
+        "training": training,
     }
     tensors = {}
     for name in file.tensors:
