@@ -4,7 +4,7 @@ The rules ask a `Chance` and nothing else, so that a test can put one in its pla
 through every outcome and adds up the law of the output.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64
@@ -13,9 +13,11 @@ from dejax.spec.sampling import threefry2x32, uniforms
 
 # Any fixed words: streams that have nothing to do with the Gumbel noise of the same seed.
 _STREAM = (0x72656A65, 0x6374)
+_BLOCK = 256
 _PLACES = (0x696E6465, 0x70)
 
 
+@runtime_checkable
 class Chance(Protocol):
     """What decides by chance."""
 
@@ -36,24 +38,28 @@ class Stream:
 
     def __init__(self, *, seed: int, sample: int) -> None:
         self._key = (seed ^ _STREAM[0], sample ^ _STREAM[1])
-        self._asked = 0
+        self._block: list[float] = []  # one number at a time would cost as much as a block
+        self._blocks = 0
 
     def flip(self, probability: float) -> bool:
-        return self._next() < probability
+        return bool(self._next() < probability)
 
     def draw(self, law: Float64[np.ndarray, " n"]) -> int:
         return quantile(law, self._next())
 
     def _next(self) -> float:
-        count, self._asked = self._asked, self._asked + 1
-        return _uniform(self._key, (count >> 32, count & 0xFFFFFFFF))
+        if not self._block:
+            counters = np.arange(_BLOCK, dtype=np.uint32), np.full(_BLOCK, self._blocks, np.uint32)
+            self._block = uniforms(*threefry2x32(self._key, counters)).tolist()[::-1]
+            self._blocks += 1
+        return self._block.pop()
 
 
-def draw_at(
-    law: Float64[np.ndarray, " n"], *, seed: int, sample: int, position: int
-) -> int:
+def draw_at(law: Float64[np.ndarray, " n"], *, seed: int, sample: int, position: int) -> int:
     """A draw that belongs to a position: whoever asks, and however often, it is the same."""
-    return quantile(law, _uniform((seed ^ _PLACES[0], sample ^ _PLACES[1]), (position, 0)))
+    counters = np.array([position], np.uint32), np.zeros(1, np.uint32)
+    key = (seed ^ _PLACES[0], sample ^ _PLACES[1])
+    return quantile(law, float(uniforms(*threefry2x32(key, counters))[0]))
 
 
 def quantile(law: Float64[np.ndarray, " n"], uniform: float) -> int:
@@ -62,8 +68,3 @@ def quantile(law: Float64[np.ndarray, " n"], uniform: float) -> int:
     index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
     # Rounding may reach the end, where the law may have no mass.
     return index if index < len(law) else int(np.flatnonzero(law)[-1])
-
-
-def _uniform(key: tuple[int, int], counter: tuple[int, int]) -> float:
-    words = (np.array([counter[0]], np.uint32), np.array([counter[1]], np.uint32))
-    return float(uniforms(*threefry2x32(key, words))[0])

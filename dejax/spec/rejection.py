@@ -52,27 +52,26 @@ def accept_by_rejection(
     for child in tries:
         children.setdefault(parents[child - 1], []).append(child)
     rows: list[int] = []
-    row: int | None = 0
-    at, law = 0, target_law(0)
-    while row is not None:
-        at, row = row, None
-        law = target_law(at)
-        drafted = draft_law(at) if at in children else law
-        for child in children.get(at, ()):
+    row = 0
+    while True:
+        law, tried = target_law(row), children.get(row, [])
+        drafted = draft_law(row) if tried else law
+        accepted = None
+        for child in tried:
             token = tokens[child - 1]
             if chance.flip(_share(law[token], drafted[token])):
-                rows.append(child)
-                row = child
+                accepted = child
                 break
             law = rest(law, drafted)
             if not replace:
                 drafted = without(drafted, token)
-    return Accepted(tuple(rows), chance.draw(law))
+        if accepted is None:
+            return Accepted(tuple(rows), chance.draw(law))
+        rows.append(accepted)
+        row = accepted
 
 
-def draw_children(
-    law: Law, count: int, chance: Chance, *, replace: bool
-) -> list[int]:
+def draw_children(law: Law, count: int, chance: Chance, *, replace: bool) -> list[int]:
     """`count` tokens of a draft's law, in the order drawn; fewer if it runs out of tokens."""
     drawn: list[int] = []
     for _ in range(count):

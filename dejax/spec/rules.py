@@ -3,7 +3,7 @@
 | rule | the target's token at a row | the draft's children |
 | --- | --- | --- |
 | match, greedy (R0) | its argmax | its largest |
-| match, sampling (R5) | argmax of log p + the position's noise | the largest of log q + that noise |
+| match, sampling (R5) | argmax of log p + the position's noise | the largest of log q + it |
 | R4 | drawn from p with the position's own number | the largest of q |
 | R1, R2, R3 | by rejection | drawn from q, one (R1), independent (R2), distinct (R3) |
 
@@ -14,7 +14,7 @@ other tokens, and need drafts whose length and shape do not depend on the drafte
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -33,7 +33,7 @@ REJECTION: tuple[Rule, ...] = ("R1", "R2", "R3")
 Logits = Float[np.ndarray, " V"]
 
 
-def check_rule(rule: Rule, *, control: ControlConfig, tree: TreeConfig) -> None:
+def check_rule(rule: str, *, control: ControlConfig, tree: TreeConfig) -> None:
     """Refuses drafts with which a rejection rule would not have the target's law.
 
     Raises:
@@ -59,6 +59,7 @@ def check_rule(rule: Rule, *, control: ControlConfig, tree: TreeConfig) -> None:
         )
 
 
+@runtime_checkable
 class DraftChooser(Protocol):
     """How a draft chooses tokens at a row of its logits."""
 
@@ -92,6 +93,7 @@ class Drafted:
     logits: Mapping[int, Logits] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Acceptance(Protocol):
     """A rule over one generation."""
 
@@ -113,9 +115,7 @@ class Acceptance(Protocol):
         ...
 
 
-def make_rule(
-    rule: Rule, sampling: SamplingConfig, *, sample: int, vocab_size: int
-) -> Acceptance:
+def make_rule(rule: Rule, sampling: SamplingConfig, *, sample: int, vocab_size: int) -> Acceptance:
     """The rule of generation number `sample`.
 
     Raises:
@@ -130,6 +130,7 @@ def make_rule(
     return Rejection(sampling, stream, replace=rule != "R3")
 
 
+@runtime_checkable
 class TargetChooser(Protocol):
     """How the target chooses under a match rule: without looking at any draft."""
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -94,6 +94,7 @@ class Node:
     routes: frozenset[Pair] | None = None
 
 
+@runtime_checkable
 class ChooseNodes(Protocol):
     """Which grown nodes are verified. Looks at drafted values: for the match rules only."""
 
