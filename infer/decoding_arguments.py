@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
+from dejax.spec.tree import CHAIN, TreeConfig
+from dejax.spec.tree_options import parse_tree, show_tree
 from infer.arguments import (
     Bytes,
     NonNegativeFloat,
@@ -18,6 +21,7 @@ from infer.arguments import (
 from infer.decode import DecodeOptions, Mode
 from infer.engines import DeviceCache, EngineName, check_engine
 from infer.link import parse_link
+from infer.tree_drafter import check_strict
 from infer.units import format_bytes, parse_bytes
 
 Budget = int | Literal["cache", "off"]
@@ -96,6 +100,10 @@ class DecodingArguments:
     """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
     """Probability (0 to 1) with which controller random keeps a drafted token."""
+    tree: Annotated[TreeConfig, ParsedBy(parse_tree, "SPEC", show_tree)] = CHAIN
+    """Drafts of top-r and draft-expert as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
+    rule: Rule = "match"
+    """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3 and R4 others of its law."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     engine: EngineName = "host"
@@ -116,6 +124,7 @@ class DecodingArguments:
     def __post_init__(self):
         self.options("top-r")  # its own checks
         check_engine(self.engine, strict=self.strict)
+        check_strict(self.tree, strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -143,11 +152,13 @@ class DecodingArguments:
             sampling=self.sampling,
             control=self.control,
             prefetch=self.prefetch,
+            tree=self.tree,
+            rule=self.rule,
         )
 
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "prefetch", "engine", "strict")
+        names = (*names, "tree", "rule", "prefetch", "engine", "strict")
         names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
         return {name: getattr(self, name) for name in names}

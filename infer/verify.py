@@ -63,6 +63,13 @@ class Arguments:
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
 
+    def __post_init__(self):
+        if self.decoding.rule != "match":
+            raise UsageError(
+                f"--rule {self.decoding.rule} emits other tokens of the same law; verify compares "
+                "tokens: it is for match"
+            )
+
 
 def compare_modes(
     target: Target,

@@ -26,7 +26,7 @@ def is_chain(parents: Sequence[int]) -> bool:
     return all(parent == row for row, parent in enumerate(parents))
 
 
-def check_parents(parents: Sequence[int]) -> None:
+def check_parents(parents: Int[np.ndarray, " N"] | Sequence[int]) -> None:
     """Refuses a node that does not come after its parent.
 
     Raises:
