@@ -103,7 +103,7 @@ class DecodingArguments:
     tree: Annotated[TreeConfig, ParsedBy(parse_tree, "SPEC", show_tree)] = CHAIN
     """Drafts of top-r and draft-expert as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
     rule: Rule = "match"
-    """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3 and R4 others of its law."""
+    """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3, R4 others of its law."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     engine: EngineName = "host"

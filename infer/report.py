@@ -53,6 +53,28 @@ def alpha_by_position(rounds: Sequence[Round]) -> list[float]:
     return result
 
 
+def acceptance_by_rank(rounds: Iterable[Round]) -> list[float]:
+    """Of accepted rows with children, the share of which the child of rank 1, 2, ... was accepted.
+
+    Rank is the drafter's order of choice. What the best static tree is computed from
+    (`dejax.spec.sequoia`).
+    """
+    tried: list[int] = []
+    accepted: list[int] = []
+    for record in rounds:
+        parents = record.parents
+        path = (0, *accepted_path(record.drafted, parents, record.emitted))
+        for row, after in zip(path, (*path[1:], None), strict=True):
+            children = [child for child, p in enumerate(parents, start=1) if p == row]
+            for rank, child in enumerate(children):
+                if rank == len(tried):
+                    tried.append(0)
+                    accepted.append(0)
+                tried[rank] += 1
+                accepted[rank] += child == after
+    return [part / whole for part, whole in zip(accepted, tried, strict=True)]
+
+
 def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
     """Recall and precision of prefetching over rounds."""
     hits = needed = used = predicted = 0
