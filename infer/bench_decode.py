@@ -17,6 +17,7 @@ from infer.suite import Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
+TREES = ("2x3", "best8")
 
 
 def _full(**changes: Any) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def drafting() -> list[Run]:
             look_ahead=True,
             **FULL,
         ),
+        *(Run(f"draft-expert, tree {t}, prefetch", mode, prefetch=True, tree=t) for t in TREES),
     ]
 
 

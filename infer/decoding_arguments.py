@@ -7,8 +7,7 @@ from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
 from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
-from dejax.spec.tree import CHAIN, TreeConfig
-from dejax.spec.tree_options import parse_tree, show_tree
+from dejax.spec.tree_options import parse_tree
 from infer.arguments import (
     Bytes,
     NonNegativeFloat,
@@ -58,6 +57,12 @@ def link_text(text: str) -> str:
     return text
 
 
+def tree_text(text: str) -> str:
+    """`--tree`, once it is known to be one."""
+    parse_tree(text)
+    return text
+
+
 def parse_budget(text: str) -> Budget:
     """`--budget`: a number of layer-experts, `cache`, or `off`."""
     if text == "cache" or text == "off":
@@ -100,7 +105,7 @@ class DecodingArguments:
     """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
     """Probability (0 to 1) with which controller random keeps a drafted token."""
-    tree: Annotated[TreeConfig, ParsedBy(parse_tree, "SPEC", show_tree)] = CHAIN
+    tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
     """Drafts of top-r and draft-expert as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
     rule: Rule = "match"
     """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3, R4 others of its law."""
@@ -124,7 +129,7 @@ class DecodingArguments:
     def __post_init__(self):
         self.options("top-r")  # its own checks
         check_engine(self.engine, strict=self.strict)
-        check_strict(self.tree, strict=self.strict)
+        check_strict(parse_tree(self.tree), strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -152,13 +157,13 @@ class DecodingArguments:
             sampling=self.sampling,
             control=self.control,
             prefetch=self.prefetch,
-            tree=self.tree,
+            tree=parse_tree(self.tree),
             rule=self.rule,
         )
 
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "tree", "rule", "prefetch", "engine", "strict")
+        names = (*names, "rule", "prefetch", "engine", "strict")
         names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"tree": parse_tree(self.tree)}

@@ -22,6 +22,7 @@ from dejax.spec.governor import Decision
 from dejax.spec.rules import REJECTION, Rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import CHAIN, TreeConfig
+from dejax.spec.tree_options import show_tree
 from dejax.target import Target, check_dtype, load_tokenizer, model_folder, read_outline
 from infer.arguments import (
     Bytes,
@@ -163,6 +164,7 @@ def generate(
             if encoded:
                 decoder.warm_up(options)
         ran = {"engine": engine, "layout": decoder.engine.layout, "strict_rows": rows}
+        ran |= {"tree": show_tree(tree) if options.branches else "chain", "rule": rule}
         for index, (record, ids) in enumerate(encoded):
             watch = None if on_logits is None else partial(on_logits, index)
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
@@ -211,7 +213,7 @@ class Arguments:
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
         if self.decoding.r != 1 and self.mode not in PATH_MODES:
             raise UsageError(f"--r is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
-        if not self.decoding.tree.is_chain and self.mode not in PATH_MODES:
+        if self.decoding.tree != "chain" and self.mode not in PATH_MODES:
             raise UsageError(f"--tree is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
         if self.memory is not None:
             cached = self.decoding.device_cache, self.decoding.host_cache

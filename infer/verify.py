@@ -27,7 +27,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import print_table, progress, say
-from infer.decode import Mode
+from infer.decode import Mode, check_options
 from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.divergence import first_difference, judge
@@ -162,6 +162,7 @@ def main(argv: list[str]) -> int:
     prompts = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
     outline = read_outline(args.model)
     experts = outline.config.experts
+    check_options(args.decoding.options("ar"), outline.config, drafts=False)
     if experts is None and args.decoding.r != 1:
         raise UsageError(f"--r is for a mixture of experts; {args.model} is dense")
     if experts is not None and args.decoding.r > experts.top_k:
