@@ -14,7 +14,7 @@ from scipy import stats
 
 from dejax.errors import UsageError
 from dejax.spec.chance import Stream, draw_at, quantile
-from dejax.spec.control import ControlConfig
+from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.rejection import accept_by_rejection, draw_children
 from dejax.spec.rules import Drafted, IndependentDraw, Rejection, check_rule, make_rule
 from dejax.spec.sampling import SamplingConfig, log_probs
@@ -224,6 +224,34 @@ def test_stopping_by_what_is_known_before_a_token_is_drawn_keeps_the_law():
 def test_stopping_by_the_drawn_token_changes_the_law():
     unsure = chain(1, lambda logits, token: softmax(logits)[token] >= 0.4)
     assert distance(decoded_law(unsure, replace=True, new=2), truth(2)) > 0.01
+
+
+def controlled(controller):
+    """Chains that the controller itself stops; a token's pass routes to an expert of its own."""
+
+    def propose(draft, tokens, limit):
+        config = ControlConfig(draft_length=2, tau=1.1, budget=0, controller=controller)
+        control = DraftController(config, top_k=1, moe_layers=1)
+        sequence, logits, drafted = list(tokens), {}, []
+        control.begin_round(frozenset({(0, 0)}) if tokens[-1] else frozenset())
+        for row in range(min(2, limit)):
+            here = logits_after(sequence, drafts=True)
+            token, sure = draft.pick(here, position=len(sequence)), draft.confidence(here)
+            routes = frozenset({(0, token)})
+            if not control.keep(sure, routes if control.needs_look(sure) else None):
+                break
+            logits[row] = here
+            drafted.append(token)
+            sequence.append(token)
+            control.extend(routes)
+        return Drafted(drafted, range(len(drafted)), (), logits)
+
+    return propose
+
+
+def test_the_producer_keeps_the_law_and_the_consumer_does_not():
+    assert distance(decoded_law(controlled("producer"), replace=True), truth(3)) < EXACT
+    assert distance(decoded_law(controlled("consumer"), replace=True), truth(3)) > 0.01
 
 
 SHAPES = [(0, 0), (0, 0, 0), (0, 1), (0, 0, 1), pytest.param((0, 0, 2), marks=pytest.mark.slow)]
