@@ -17,6 +17,7 @@ from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
+TREES = ("2x3", "best8")
 
 
 def _full(**changes: Any) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def drafting() -> list[Run]:
             look_ahead=True,
             **FULL,
         ),
+        *(Run(f"draft-expert, tree {t}, prefetch", mode, prefetch=True, tree=t) for t in TREES),
         Run("draft-expert, K=6, prefetch, governed", mode, governor=True, **FULL),
         Run(
             "draft-expert, K=6, half cached, prefetch, governed",

@@ -8,19 +8,22 @@ the drafter, the controller, the caches or their timing do, only the number of r
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
-from dejax.spec.accept import accept, draft_limit, finish
+from dejax.spec.accept import draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
-from dejax.spec.sampling import SamplingConfig, TokenPicker
+from dejax.spec.rules import Drafted, Rule, check_rule, make_rule
+from dejax.spec.sampling import SamplingConfig
+from dejax.spec.tree import CHAIN, TreeConfig, is_chain
 from infer.buckets import ROW_BUCKETS
 from infer.drafters import Drafter, DraftPhase, NGramProposer, PathDrafter, Proposal, Proposer
 from infer.engines import EngineLike
 from infer.timing import Pace
 from infer.trace import Round
+from infer.tree_drafter import TreePhase, check_tree
 
 Mode = Literal["ar", "top-r", "draft-expert", "n-gram"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -38,6 +41,8 @@ class DecodeOptions:
       r: routed experts that the drafter keeps, in `top-r` and `draft-expert`.
       prefetch: whether the draft router's predictions are prefetched.
       governor: whether drafting is switched off while it does not pay (`dejax.spec.governor`).
+      tree: how the drafts of a path through the target branch; other drafts are chains.
+      rule: how a draft is accepted (`dejax.spec.rules`).
     """
 
     mode: Mode = "ar"
@@ -48,6 +53,8 @@ class DecodeOptions:
     prefetch: bool = True
     stop_at_eos: bool = True
     governor: bool = False
+    tree: TreeConfig = CHAIN
+    rule: Rule = "match"
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -59,6 +66,29 @@ class DecodeOptions:
         if self.control.draft_length >= ROW_BUCKETS[-1]:
             most = ROW_BUCKETS[-1] - 1
             raise UsageError(f"draft_length {self.control.draft_length} exceeds {most}")
+        check_rule(self.rule, control=self.control, tree=self.tree)
+
+    @property
+    def draft_nodes(self) -> int:
+        """Most tokens of a draft."""
+        if self.mode == "ar":
+            return 0
+        return self.control.draft_length if not self.branches else self.tree.nodes
+
+    @property
+    def draft_levels(self) -> int:
+        """Most tokens of a draft that can be accepted."""
+        return self.control.draft_length if not self.branches else self.tree.levels
+
+    @property
+    def drafted_rows(self) -> int:
+        """Most rows of a round's draft passes after that over the pending token."""
+        return sum(self.tree.pass_rows()) if self.branches else self.draft_nodes
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts are trees."""
+        return self.mode in PATH_MODES and not self.tree.is_chain
 
 
 def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) -> None:
@@ -68,6 +98,7 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
       UsageError: the mode drafts with routed experts and the target has none, r exceeds its top-k,
         or the mode needs draft experts and there are none.
     """
+    check_tree(options.tree, context=config.context)
     if options.mode == "ar":
         return
     if drafts and options.mode != "draft-expert":
@@ -140,7 +171,8 @@ class _Loop:
         config = engine.target.config
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.finish_reason: str | None = None
-        self.picker = TokenPicker(options.sampling, sample=sample, vocab_size=config.vocab_size)
+        vocab_size = config.vocab_size
+        self.rule = make_rule(options.rule, options.sampling, sample=sample, vocab_size=vocab_size)
         self.eos_ids = config.eos_ids if options.stop_at_eos else ()
         self.proposer = drafter if not isinstance(drafter, Drafter) else self._phase(drafter)
         pace.begin()
@@ -148,6 +180,16 @@ class _Loop:
     def _phase(self, drafter: Drafter) -> Proposer:
         """The draft phase of a drafter that answers token by token."""
         config, options = self.engine.target.config, self.options
+        if options.branches and isinstance(drafter, PathDrafter):
+            return TreePhase(
+                self.engine,
+                options.tree,
+                drafter.r,
+                self.rule.draft,
+                self.pace.timings,
+                prefetch=options.prefetch,
+                eos_ids=self.eos_ids,
+            )
         return DraftPhase(
             drafter,
             DraftController(
@@ -156,7 +198,7 @@ class _Loop:
                 moe_layers=len(config.moe_layers),
                 calibration=self.pace.calibration,
             ),
-            self.picker,
+            self.rule.draft,
             self.engine,
             self.pace.timings,
             prefetch=options.prefetch,
@@ -196,7 +238,7 @@ class _Loop:
         engine.residency.begin_round()
         result = engine.prefill(self.tokens)
         engine.residency.end_round()
-        token = self.picker.pick(result.logits[0], position=len(self.tokens))
+        token = self.rule.choose(result.logits[0], position=len(self.tokens))
         emitted = self._emit([token])
         return Round(
             kind="prefill",
@@ -224,18 +266,20 @@ class _Loop:
         proposal = Proposal() if governed else self._draft()
         drafted, waited = time.perf_counter(), clock.loads
         rows = [self.tokens[-1], *proposal.tokens]
-        result = engine.target_rows(rows, start=committed - 1)
+        parents, tree = proposal.parents, proposal.parents is not None
+        if parents is None:
+            parents = range(len(proposal.tokens))
+        above = [-1, *parents] if tree else None
+        result = engine.target_rows(rows, start=committed - 1, parents=above)
         verified = time.perf_counter()
-        picks = [
-            self.picker.pick(logits, position=committed + row)
-            for row, logits in enumerate(result.logits)
-        ]
-        parents = range(len(proposal.tokens))
-        outcome = accept(proposal.tokens, parents, picks)
+        drafted_tree = Drafted(proposal.tokens, parents, proposal.tries, proposal.logits)
+        outcome = self.rule.accept(drafted_tree, result.logits, position=committed)
+        if tree:
+            engine.keep_rows(outcome.rows, start=committed - 1)
         emitted = self._emit([*(proposal.tokens[row - 1] for row in outcome.rows), outcome.token])
         prefetched = residency.prefetched()
         residency.end_round()
-        self.picker.forget(len(self.tokens))
+        self.rule.forget(len(self.tokens))
         loads = tuple(residency.take_events())
         record = Round(
             kind="round",
@@ -243,7 +287,7 @@ class _Loop:
             drafted=tuple(proposal.tokens),
             parents=tuple(parents),
             confidences=tuple(proposal.confidences),
-            draft_passes=len(proposal.routes),
+            draft_passes=len(proposal.routes) if proposal.passes is None else proposal.passes,
             draft_routes=tuple(proposal.routes),
             draft_used=proposal.used,
             required=result.used,
@@ -274,27 +318,26 @@ class _Loop:
         if governor is not None and not governor.speculates:
             return True
         # "cost" weighs against the autoregressive step, so it has one measured first.
-        measures = control.truncate and control.controller == "cost"
+        chain = not self.options.branches
+        measures = chain and control.truncate and control.controller == "cost"
         return measures and self.options.mode != "n-gram" and not self.pace.timings.step_seconds
 
     def _draft(self) -> Proposal:
         """A draft; no tokens when there is no drafter or no room."""
         limit = draft_limit(
-            self.options.control.draft_length,
+            self.options.draft_levels,
             remaining_new=self.remaining,
             context_left=self.context_left,
         )
         if self.proposer is None or limit == 0:
             return Proposal()
-        proposal = self.proposer.propose(self.tokens, limit)
-        # A row beyond the limit would lie outside the context.
-        tokens, confidences = proposal.tokens[:limit], proposal.confidences[:limit]
-        return replace(proposal, tokens=tokens, confidences=confidences)
+        return self.proposer.propose(self.tokens, limit).cut(limit)
 
     def _note(self, record: Round, waited: float) -> None:
         """Tells `pace` how the round went; `waited`: seconds of its target pass."""
         plain = not (record.drafted or record.draft_passes)
-        self.pace.calibration.observe(record.confidences, record.accepted)
+        if is_chain(record.parents):
+            self.pace.calibration.observe(record.confidences, record.accepted)
         timings, tokens = self.pace.timings, len(record.emitted)
         rows = 1 + len(record.drafted)
         timings.target_pass(rows, record.target_seconds, waited=waited)

@@ -186,17 +186,19 @@ class Decoder:
             else:
                 self.engine = Engine(*given, look_ahead=offload.look_ahead, rows=strict_rows)
         self.offload = offload
-        self._warm: set[tuple[int, int | None]] = set()
+        self._warm: set[tuple[int, int | None, int]] = set()
         self._on_decision = on_decision
         self._paces: dict[DecodeOptions, Pace] = {}
 
     def warm_up(self, options: DecodeOptions) -> None:
         """Compiles what these options need, once."""
-        drafts = options.mode != "ar"
         r = options.r if options.mode in PATH_MODES else None
-        key = (options.control.draft_length + 1 if drafts else 1, r)
+        draft_rows = max(options.tree.pass_rows(), default=0) if options.branches else 0
+        # A tree of one level has its accepted row moved too.
+        draft_rows = max(draft_rows, 1) if options.branches else 0
+        key = (options.draft_nodes + 1, r, draft_rows)
         if key not in self._warm:
-            self.engine.warm_up(rows=key[0], r=key[1])
+            self.engine.warm_up(rows=key[0], r=key[1], draft_rows=key[2])
             self._warm.add(key)
 
     def run(

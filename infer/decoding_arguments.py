@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
+from dejax.spec.tree_options import parse_tree
 from infer.arguments import (
     Bytes,
     NonNegativeFloat,
@@ -18,6 +20,7 @@ from infer.arguments import (
 from infer.decode import DecodeOptions, Mode
 from infer.engines import DeviceCache, EngineName, check_engine
 from infer.link import parse_link
+from infer.tree_drafter import check_strict
 from infer.units import format_bytes, parse_bytes
 
 Budget = int | Literal["cache", "off"]
@@ -51,6 +54,12 @@ def sampling_seed(text: str) -> int:
 def link_text(text: str) -> str:
     """`--link`, once it is known to be one."""
     parse_link(text)
+    return text
+
+
+def tree_text(text: str) -> str:
+    """`--tree`, once it is known to be one."""
+    parse_tree(text)
     return text
 
 
@@ -96,6 +105,10 @@ class DecodingArguments:
     """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
     """Probability (0 to 1) with which controller random keeps a drafted token."""
+    tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
+    """Drafts of top-r and draft-expert as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
+    rule: Rule = "match"
+    """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3, R4 others of its law."""
     prefetch: bool = True
     """Prefetch the experts that the draft router predicts."""
     engine: EngineName = "host"
@@ -116,6 +129,7 @@ class DecodingArguments:
     def __post_init__(self):
         self.options("top-r")  # its own checks
         check_engine(self.engine, strict=self.strict)
+        check_strict(parse_tree(self.tree), strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -143,11 +157,13 @@ class DecodingArguments:
             sampling=self.sampling,
             control=self.control,
             prefetch=self.prefetch,
+            tree=parse_tree(self.tree),
+            rule=self.rule,
         )
 
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "prefetch", "engine", "strict")
+        names = (*names, "rule", "prefetch", "engine", "strict")
         names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"tree": parse_tree(self.tree)}

@@ -6,8 +6,8 @@ whole draft at once and has no logits to give. The decode loop sees proposers on
 """
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,8 @@ from jaxtyping import Float
 from dejax.shapes import Pair
 from dejax.spec.control import DraftController
 from dejax.spec.ngram import lookup
-from dejax.spec.sampling import TokenPicker
+from dejax.spec.rules import DraftChooser
+from dejax.spec.tree import depths, subtree
 from infer.engines import EngineLike
 from infer.timing import Timings
 
@@ -55,14 +56,50 @@ class Proposal:
 
     Attributes:
       confidences: one a token, or none from a proposer that estimates nothing.
-      routes: one set a pass; none from a proposer without passes.
+      routes: one set a row that was drafted from; none from a proposer without passes.
       used: pairs whose weights the passes read.
+      parents: of a tree, the row that each token follows (0: the pending token); None: a chain.
+      tries: of a tree drawn at random, rows in the order they were drawn (`Drafted`).
+      logits: row -> what the drafter said there; none from a proposer without logits.
+      passes: draft passes that were run; None: one a row of `routes`.
     """
 
     tokens: Sequence[int] = ()
     confidences: Sequence[float] = ()
     routes: Sequence[frozenset[Pair]] = ()
     used: frozenset[Pair] = frozenset()
+    parents: Sequence[int] | None = None
+    tries: Sequence[int] = ()
+    logits: Mapping[int, Float[np.ndarray, " V"]] = field(default_factory=dict)
+    passes: int | None = None
+
+    def cut(self, limit: int) -> "Proposal":
+        """Without what is deeper than `limit`: its row would lie outside the context."""
+        if self.parents is None:
+            kept = self.tokens[:limit], self.confidences[:limit]
+            return replace(self, tokens=kept[0], confidences=kept[1])
+        if depths(self.parents).max(initial=0) <= limit:
+            return self
+        rows = np.flatnonzero(depths(self.parents) <= limit)[1:].tolist()
+        return self.choose(rows)
+
+    def choose(self, rows: Collection[int]) -> "Proposal":
+        """Of a tree, these rows alone.
+
+        Raises:
+          ValueError: one is chosen without its parent.
+        """
+        assert self.parents is not None
+        kept, parents = subtree(self.parents, rows)
+        index = {0: 0} | {row: place for place, row in enumerate(kept, start=1)}
+        return replace(
+            self,
+            tokens=[self.tokens[row - 1] for row in kept],
+            confidences=[self.confidences[row - 1] for row in kept] if self.confidences else (),
+            parents=parents,
+            tries=[index[row] for row in self.tries if row in index],
+            logits={index[row]: law for row, law in self.logits.items() if row in index},
+        )
 
 
 @runtime_checkable
@@ -70,7 +107,7 @@ class Proposer(Protocol):
     """What gives a whole draft at once. It is never trusted: any answer keeps the output."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """At most `limit` tokens (more are cut off) that may follow `tokens`; `limit` >= 1."""
+        """What may follow `tokens`, at most `limit` deep (more is cut off); `limit` >= 1."""
         ...
 
 
@@ -113,7 +150,7 @@ class DraftPhase:
 
     drafter: Drafter
     controller: DraftController
-    picker: TokenPicker
+    chooser: DraftChooser
     engine: EngineLike
     timings: Timings
     prefetch: bool
@@ -136,8 +173,8 @@ class DraftPhase:
         self._prefetch(step)
         while len(drafted) < limit:
             position = committed + len(drafted)
-            token = self.picker.pick(step.logits, position=position)
-            sure = self.picker.confidence(step.logits)
+            token = self.chooser.pick(step.logits, position=position)
+            sure = self.chooser.confidence(step.logits)
             looked = control.needs_look(sure)
             if looked:
                 step = self._consume(token, position, steps)
@@ -162,7 +199,8 @@ class DraftPhase:
                 break
             self._prefetch(step)
         used = frozenset().union(*(step.used for step in steps))
-        return Proposal(drafted, confidences, [step.routes for step in steps], used)
+        logits = dict(enumerate(step.logits for step in steps))
+        return Proposal(drafted, confidences, [s.routes for s in steps], used, logits=logits)
 
     def _consume(
         self, token: int, position: int, steps: list[DraftStep], *, kept: bool = False

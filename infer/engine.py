@@ -14,7 +14,6 @@ Host/device copies, all explicit: the pass's tokens, positions and mask go in wi
 a layer's expert ids come out, its unique ids go in; the logits come out.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,16 +27,18 @@ from jaxtyping import Array, Float
 
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
-from dejax.model import Params, split_layer, split_outer
+from dejax.model import Masks, Params, split_layer, split_outer
 from dejax.nn.attention import Cache
 from dejax.shapes import Pair
 from dejax.target import Target
+from infer.blocks import Block, block_of, level_of
 from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
 from infer.engines import ResidencyLike
 from infer.prefetch import Arrivals
 from infer.steps import (
     add_experts,
     empty_cache,
+    keep_rows,
     layer_step,
     next_router,
     outer_steps,
@@ -46,6 +47,7 @@ from infer.steps import (
     take_row,
     visible,
 )
+from infer.warm_up import warm_up
 
 LAYOUT = "gate and up [F, D], down transposed [F, D]"
 """Layout of an expert on the device, named in the stats."""
@@ -131,12 +133,12 @@ class Engine:
         self._windowed = [config.is_windowed(index) for index in range(config.num_layers)]
         activation = config.experts.activation if config.experts else None
         options: Any = dict(activation=activation, packing=self.residency.packing)
-        self._add_experts = partial(add_experts, **options)
-        self._sum_experts = partial(sum_experts, **options)
-        self._buckets = expert_buckets(config, self.residency.bytes_per_expert)
+        self.add_experts = partial(add_experts, **options)
+        self.sum_experts = partial(sum_experts, **options)
+        self.buckets = expert_buckets(config, self.residency.bytes_per_expert)
         # Strictly, how experts are grouped must not depend on when they come.
-        pieces = piece_sizes(self._buckets, self.residency.bytes_per_expert)
-        self._pieces = () if self.rows is not None else pieces
+        pieces = piece_sizes(self.buckets, self.residency.bytes_per_expert)
+        self.pieces = () if self.rows is not None else pieces
         self._caches: list[Cache] = []
         self._prefetches = False
 
@@ -160,24 +162,30 @@ class Engine:
         result = None
         for first in range(0, len(tokens), PREFILL_ROWS):
             block = tokens[first : first + PREFILL_ROWS]
-            result = self._pass(
-                block, start=start + first, rows_wanted=1, kind="demand", size=PREFILL_ROWS
-            )
+            inputs = block_of(block, start + first, None, PREFILL_ROWS)
+            result = self._pass(block, inputs, rows_wanted=1, kind="demand")
             self.residency.end_pass()
         assert result is not None
         return result
 
-    def warm_up(self, *, rows: int, r: int | None = None) -> None:
+    def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None:
         """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
 
-        Runs them on zeros; the experts' store is not touched, and a sequence under way is lost.
+        `draft_rows`: rows of a draft pass after the first, of trees; 0: drafts are chains. Runs
+        them on zeros; the experts' store is not touched, and a sequence under way is lost.
         """
         self.begin()
-        for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
-            x, routed = self._warm_layers(size, drafts=r is not None)
-            if routed:
-                self._warm_buckets(routed, size, r=r)
-            self._rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
+        warm_up(
+            self,
+            [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS],
+            levels=self._draft_sizes(draft_rows),
+            r=r,
+        )
+        self._warm_moves(draft_rows)
+
+    def _warm_moves(self, draft_rows: int) -> None:
+        if draft_rows:
+            self.keep_rows((2,), start=0)
 
     def _sizes(self, rows: int, *, drafts: bool) -> list[int]:
         """The row counts that passes of up to `rows` rows are padded to, drafts included."""
@@ -185,62 +193,9 @@ class Engine:
             return [1, self.rows] if drafts and self.rows > 1 else [self.rows]
         return [size for size in ROW_BUCKETS if size < rows] + [bucket(rows, ROW_BUCKETS)]
 
-    def _warm_buckets(self, routed: tuple, size: int, *, r: int | None) -> None:
-        """Compiles the expert steps that passes of `size` rows can need."""
-        moe, prefill = self.target.config.moe, size == PREFILL_ROWS
-        # With more experts than a group holds, what is left for the last one may be any number.
-        most = min(moe.top_k * size, moe.num_experts)
-        pieces = {piece for piece in self._pieces if piece < most}
-        grouped = most > self._buckets[-1]
-        summed = pieces | ({self._buckets[-1]} if grouped else set())
-        low = 1 if summed else bucket(moe.top_k, self._buckets)
-        high = bucket(min(most, self._buckets[-1]), self._buckets)
-        counts = [b for b in self._buckets if low <= b <= high]
-        for count in {*self._buckets[-1:], *pieces} if prefill else {*counts, *summed}:
-            self._warm_experts(routed, count, summed=count in summed, after=bool(summed))
-        if size == 1 and r is not None:
-            draft = self._draft_params.get(self._moe_layers[0])
-            self._warm_experts(routed, bucket(r, self._buckets), draft=draft)
-
-    def _warm_layers(self, size: int, *, drafts: bool) -> tuple[Array, tuple]:
-        """One run of each kind of layer over `size` rows; the last residual stream and routing."""
-        inputs = self._inputs([0] * size, 0, None, size)
-        tokens, positions, start, ancestors = inputs
-        x = self._embed(self._outer, tokens, self._like)
-        masks = self._visible(start, positions, ancestors)
-        routed = ()
-        for index in {0, *self._moe_layers[:1]}:
-            # Drafts look ahead too, if they prefetch.
-            looks = index in self._ahead and (self.look_ahead or (drafts and size == 1))
-            kinds = (False, True) if looks else (False,)
-            passes = (False, True) if drafts and size == 1 else (False,)
-            for ahead, drafting in itertools.product(kinds, passes):
-                mask = masks.of_layer(self._windowed[index])
-                asked = dict(ahead=ahead, drafting=drafting)
-                out = self._layer(index, x, start, positions, mask, **asked)
-                routed = out if index in self._moe_layers else routed
-        return x, routed
-
-    def _warm_experts(
-        self,
-        routed: tuple,
-        count: int,
-        *,
-        summed: bool = False,
-        after: bool = False,
-        draft: Params | None = None,
-    ) -> None:
-        """The steps over `count` experts: the last one of a layer, and those before it."""
-        form = self.residency.form
-        zero = jax.device_put(form.parts(np.zeros(form.shape, form.dtype)))
-        ids = jax.device_put(np.full(count, -1, np.int32))
-        x, h, chosen, gates, _ = routed
-        always = self._always(self._moe_layers[0], h)
-        experts = (zero,) * count
-        for before in (None, h) if after else (None,):  # any array of a sum's shape
-            self._add_experts(x, always, h, chosen, gates, ids, experts, before, draft)
-            if summed:
-                self._sum_experts(h, chosen, gates, ids, experts, before)
+    def _draft_sizes(self, rows: int) -> list[int]:
+        """The row counts that a tree's draft passes of up to `rows` rows are padded to."""
+        return [size for size in ROW_BUCKETS if size <= bucket(rows, ROW_BUCKETS)] if rows else []
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -250,10 +205,23 @@ class Engine:
         `parents[i]` is the row that row i follows (-1: the committed sequence); default a chain.
         """
         rows = len(tokens)
-        block: Any = dict(rows_wanted=rows, kind="demand", parents=parents, size=self.rows)
-        result = self._pass(tokens, start=start, **block)
+        size = bucket(rows, ROW_BUCKETS) if self.rows is None else self.rows
+        block = block_of(tokens, start, parents, size)
+        result = self._pass(tokens, block, rows_wanted=rows, kind="demand")
         self.residency.end_pass()
         return result
+
+    def keep_rows(self, rows: Sequence[int], *, start: int) -> None:
+        """Moves the KV of accepted rows of the block at `start` behind that of its row 0.
+
+        `rows` ascend, each >= 1; of a chain nothing moves.
+        """
+        if list(rows) == list(range(1, len(rows) + 1)):
+            return
+        kept = np.arange(ROW_BUCKETS[-1], dtype=np.int32)
+        kept[1 : len(rows) + 1] = rows
+        caches, self._caches = self._caches, []  # they are donated
+        self._caches = keep_rows(caches, *jax.device_put((kept, np.int32(start))))
 
     def draft_row(self, token: int, *, start: int, r: int, prefetch: bool = False) -> PassResult:
         """The draft path over one token at slot `start`: shared + top-r (+ draft expert).
@@ -262,30 +230,54 @@ class Engine:
         the layers after it are computed, and so is what the pass itself will probably need next.
         """
         self._prefetches = prefetch
-        return self._pass([token], start=start, rows_wanted=1, kind="draft", r=r)
+        block = block_of([token], start, None, 1)
+        return self._pass([token], block, rows_wanted=1, kind="draft", r=r)
 
-    def _pass(
+    def draft_level(
         self,
         tokens: Sequence[int],
         *,
         start: int,
+        parents: Sequence[int],
+        r: int,
+        prefetch: bool = False,
+    ) -> PassResult:
+        """As `draft_row`, over the last rows of a block at `start` whose other rows have been.
+
+        `parents` are those of all its rows, as for `target_rows`.
+        """
+        self._prefetches, rows = prefetch, len(tokens)
+        block = level_of(tokens, start, parents, bucket(rows, ROW_BUCKETS))
+        return self._pass(tokens, block, rows_wanted=rows, kind="draft", r=r)
+
+    def embed(self, block: Block) -> Array:
+        """The residual stream that enters the first layer."""
+        return self._embed(self._outer, block.tokens, self._like)
+
+    @property
+    def draft_params_of_first_layer(self) -> Params | None:
+        """Those of the first MoE layer's draft expert, None without draft experts."""
+        return self._draft_params.get(self._moe_layers[0])
+
+    def masks(self, block: Block) -> Masks:
+        """Who sees whom in a pass."""
+        return self._visible(block.base, block.positions, block.ancestors, block.block_positions)
+
+    def _pass(
+        self,
+        tokens: Sequence[int],
+        block: Block,
+        *,
         rows_wanted: int,
         kind: Any,
-        parents: Sequence[int] | None = None,
         r: int | None = None,
-        size: int | None = None,
     ) -> PassResult:
         rows = len(tokens)
-        size = bucket(rows, ROW_BUCKETS) if size is None else size
-        tokens_in, positions, start_in, ancestors = self._inputs(tokens, start, parents, size)
-        x = self._embed(self._outer, tokens_in, self._like)
-        masks = self._visible(start_in, positions, ancestors)
+        x, masks = self.embed(block), self.masks(block)
         routed_ids, top_gates, used = {}, [], set()
         ahead = self.look_ahead if kind == "demand" else self._prefetches
         for index in range(len(self._layers)):
-            mask = masks.of_layer(self._windowed[index])
-            asked = dict(ahead=ahead, drafting=kind == "draft")
-            out = self._layer(index, x, start_in, positions, mask, **asked)
+            out = self.layer(index, x, block, masks, ahead=ahead, drafting=kind == "draft")
             if index not in self._moe_layers:
                 x = out
                 continue
@@ -294,7 +286,7 @@ class Engine:
             routed_ids[index] = ids
             used.update((index, e) for e in unique)
         shown = range(rows - rows_wanted, rows)
-        logits, gates = self._rows_logits(x, rows, rows_wanted, top_gates)
+        logits, gates = self.rows_logits(x, rows, rows_wanted, top_gates)
         routes = tuple(
             frozenset((layer, e) for layer, ids in routed_ids.items() for e in ids[row].tolist())
             for row in shown
@@ -303,35 +295,18 @@ class Engine:
         gates = np.stack(first, axis=1) if first else np.zeros((rows_wanted, 0))
         return PassResult(logits=logits, routes=routes, gates=gates, used=frozenset(used))
 
-    def _inputs(
-        self, tokens: Sequence[int], start: int, parents: Sequence[int] | None, size: int
-    ) -> tuple[Array, Array, Array, Array]:
-        """Padded tokens, positions, start and ancestor matrix on the device, in one transfer."""
-        ancestors = np.eye(size, dtype=bool)
-        depth = np.arange(size, dtype=np.int32)
-        if parents is None:
-            ancestors = np.tri(size, dtype=bool)
-        else:
-            for row, parent in enumerate(parents):
-                if parent >= 0:
-                    ancestors[row] |= ancestors[parent]
-                depth[row] = 0 if parent < 0 else depth[parent] + 1
-        padded = np.zeros(size, np.int32)
-        padded[: len(tokens)] = tokens
-        return jax.device_put((padded, start + depth, np.int32(start), ancestors))
-
-    def _layer(
-        self, index: int, x: Array, start, positions, mask, *, ahead: bool, drafting: bool
+    def layer(
+        self, index: int, x: Array, block: Block, masks: Masks, *, ahead: bool, drafting: bool
     ) -> Any:
         """One `layer_step`; of a dense layer the residual stream, else what is to be routed."""
         known = self._ahead if ahead and index in self._ahead else self._layers
         steps, params, ahead_params = known[index]
-        step = steps[drafting]
-        cache = self._caches[index]
-        out, self._caches[index] = step(params, ahead_params, x, cache, start, positions, mask)
+        mask = masks.of_layer(self._windowed[index])
+        given = (self._caches[index], block.start, block.positions, mask)
+        out, self._caches[index] = steps[drafting](params, ahead_params, x, *given)
         return out
 
-    def _always(self, layer: int, h: Array) -> Array | None:
+    def always(self, layer: int, h: Array) -> Array | None:
         """What the shared experts give, None where there are none."""
         if layer not in self._shared:
             return None
@@ -341,7 +316,7 @@ class Engine:
     def _experts(self, layer: int, routed: tuple, rows: int, *, kind: Any, r: int | None):
         """Acquires a layer's experts and adds them: new residual stream, ids, unique ids."""
         x, h, ids, gates, guess = routed
-        always = self._always(layer, h)  # on its way while the ids come
+        always = self.always(layer, h)  # on its way while the ids come
         began = time.perf_counter()
         ids_host, guess_host = jax.device_get((ids, guess))
         self.clock.device += time.perf_counter() - began
@@ -350,33 +325,35 @@ class Engine:
         arrivals = self.residency.request(layer, unique, kind=kind)
         if kind == "draft" and self._prefetches:
             if guess_host is not None:  # what this very pass will wait for goes first
-                self.residency.request(layer + 1, guess_host[0, :r].tolist(), kind="draft")
-            self.residency.prefetch([(layer, expert) for expert in ids_host[0].tolist()])
+                own = dict.fromkeys(guess_host[:rows, :r].ravel().tolist())
+                self.residency.request(layer + 1, list(own), kind="draft")
+            found = dict.fromkeys(ids_host.ravel().tolist())
+            self.residency.prefetch([(layer, expert) for expert in found])
         elif guess_host is not None:
             found = np.unique(guess_host[:rows]).tolist()
             self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
         draft = self._draft_params.get(layer) if kind == "draft" else None
         # A prefill block may use any number of experts: one size keeps it to one compilation.
-        group, prefill = self._buckets[-1], h.shape[0] == PREFILL_ROWS
+        group, prefill = self.buckets[-1], h.shape[0] == PREFILL_ROWS
         before, first = None, 0
         while (count := self._piece(arrivals)) < len(arrivals):
             part = self._take(arrivals, unique[first : first + count], count)
-            before = self._sum_experts(h, ids, gates, *part, before)
+            before = self.sum_experts(h, ids, gates, *part, before)
             first += count
-        size = group if prefill else bucket(count, self._buckets)
+        size = group if prefill else bucket(count, self.buckets)
         last = self._take(arrivals, unique[first:], size)
-        x = self._add_experts(x, always, h, ids, gates, *last, before, draft)
+        x = self.add_experts(x, always, h, ids, gates, *last, before, draft)
         if kind == "demand":
             self.residency.release(layer)
         return x, ids_host, unique
 
     def _piece(self, arrivals: Arrivals) -> int:
         """How many of the experts that are left go into the next step."""
-        left, most = len(arrivals), self._buckets[-1]
-        at_hand = arrivals.at_hand() if self._pieces else left
-        if at_hand == left or left <= min(self._pieces):
+        left, most = len(arrivals), self.buckets[-1]
+        at_hand = arrivals.at_hand() if self.pieces else left
+        if at_hand == left or left <= min(self.pieces):
             return min(left, most)
-        return next((p for p in reversed(self._pieces) if p <= at_hand), min(self._pieces))
+        return next((p for p in reversed(self.pieces) if p <= at_hand), min(self.pieces))
 
     def _take(self, arrivals: Arrivals, unique: list[int], size: int):
         """Unique ids (padded with -1) on the device, and the experts (padded with the last one)."""
@@ -387,7 +364,7 @@ class Engine:
         unique_ids = jax.device_put(np.array(unique + [-1] * padding, np.int32))
         return unique_ids, (*experts, *experts[-1:] * padding)
 
-    def _rows_logits(
+    def rows_logits(
         self, x: Array, rows: int, wanted: int, more: Any = ()
     ) -> tuple[Float[np.ndarray, "R V"], Any]:
         """Logits of the last `wanted` rows, on the host, and `more` arrays."""

@@ -108,13 +108,25 @@ class EngineLike(Protocol):
 
     def prefill(self, tokens: Sequence[int]) -> Any: ...
 
-    def warm_up(self, *, rows: int, r: int | None = None) -> None: ...
+    def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None: ...
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
     ) -> Any: ...
 
+    def keep_rows(self, rows: Sequence[int], *, start: int) -> None: ...
+
     def draft_row(self, token: int, *, start: int, r: int, prefetch: bool = False) -> Any: ...
+
+    def draft_level(
+        self,
+        tokens: Sequence[int],
+        *,
+        start: int,
+        parents: Sequence[int],
+        r: int,
+        prefetch: bool = False,
+    ) -> Any: ...
 
 
 OnLogits = Callable[[int, Float[np.ndarray, " V"]], None]
@@ -132,6 +144,8 @@ class Watched:
         self.target, self.residency, self.draft = engine.target, engine.residency, engine.draft
         self.capacity, self.clock, self.layout = engine.capacity, engine.clock, engine.layout
         self.begin, self.warm_up, self.draft_row = engine.begin, engine.warm_up, engine.draft_row
+        self.draft_level = engine.draft_level
+        self._tree_logits: Any = ()
 
     def prefill(self, tokens: Sequence[int]) -> Any:
         """As `Engine.prefill`."""
@@ -142,8 +156,18 @@ class Watched:
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
     ) -> Any:
-        """As `Engine.target_rows`, of a chain."""
+        """As `Engine.target_rows`; a tree's logits are told by `keep_rows`."""
         result = self._engine.target_rows(tokens, start=start, parents=parents)
-        for row, logits in enumerate(result.logits):
-            self._on_logits(start + 1 + row, logits)
+        self._tree_logits = result.logits
+        if parents is None:
+            self._tell(range(len(tokens)), start)
         return result
+
+    def keep_rows(self, rows: Sequence[int], *, start: int) -> None:
+        """As `Engine.keep_rows`."""
+        self._engine.keep_rows(rows, start=start)
+        self._tell((0, *rows), start)
+
+    def _tell(self, rows: Sequence[int], start: int) -> None:
+        for depth, row in enumerate(rows):
+            self._on_logits(start + 1 + depth, self._tree_logits[row])

@@ -19,7 +19,10 @@ from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision
+from dejax.spec.rules import REJECTION, Rule
 from dejax.spec.sampling import SamplingConfig
+from dejax.spec.tree import CHAIN, TreeConfig
+from dejax.spec.tree_options import show_tree
 from dejax.target import Target, check_dtype, load_tokenizer, model_folder, read_outline
 from infer.arguments import (
     Bytes,
@@ -45,6 +48,7 @@ from infer.report import stats
 from infer.resident import check_resident
 from infer.strict import strict_rows
 from infer.trace import Round, write_trace
+from infer.tree_drafter import check_strict
 from infer.units import format_bytes, format_decimal_bytes
 
 CAPACITY_STEP = 256
@@ -69,6 +73,8 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     control: ControlConfig | None = None,
+    tree: TreeConfig = CHAIN,
+    rule: Rule = "match",
     prefetch: bool = True,
     governor: bool = True,
     engine: EngineName = "host",
@@ -92,8 +98,9 @@ def generate(
       prompts: texts, token id lists, or records with `id` and `prompt`.
       draft: draft experts (`dejax.load_draft`), for mode "draft-expert".
       mode: "ar", "top-r", "draft-expert" or "n-gram"; r: routed experts the drafter keeps.
-      control: draft length and stop rule.
-      governor: measure whether drafting pays, and do not draft while it does not.
+      control: draft length and stop rule; tree: how drafts branch; rule: how they are accepted.
+      governor: measure whether drafting pays, and do not draft while it does not. Not under the
+        rules R1 to R3, whose runs could not be repeated: their tokens depend on what is drafted.
       engine: "host", "callback" or "resident" (`infer.engines`).
       strict: logits are bitwise those of mode "ar" with strict and the same draft length
         (`infer.strict`).
@@ -120,8 +127,11 @@ def generate(
         sampling=SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
         control=ControlConfig() if control is None else control,
         prefetch=prefetch,
-        governor=governor,
+        governor=governor and rule not in REJECTION,
+        tree=tree,
+        rule=rule,
     )
+    check_strict(tree, strict=strict)
     check_options(options, target.config, drafts=draft is not None)
     encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
     capacity = capacity_of([ids for _, ids in encoded], max_new_tokens)
@@ -154,6 +164,7 @@ def generate(
             if encoded:
                 decoder.warm_up(options)
         ran = {"engine": engine, "layout": decoder.engine.layout, "strict_rows": rows}
+        ran |= {"tree": show_tree(tree) if options.branches else "chain", "rule": rule}
         for index, (record, ids) in enumerate(encoded):
             watch = None if on_logits is None else partial(on_logits, index)
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
@@ -202,6 +213,8 @@ class Arguments:
             raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
         if self.decoding.r != 1 and self.mode not in PATH_MODES:
             raise UsageError(f"--r is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
+        if self.decoding.tree != "chain" and self.mode not in PATH_MODES:
+            raise UsageError(f"--tree is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
         if self.memory is not None:
             cached = self.decoding.device_cache, self.decoding.host_cache
             if cached != ("auto", None):
@@ -252,7 +265,7 @@ class Arguments:
             held=check_dtype(self.dtype),
             capacity=min(capacity, outline.config.context),
             draft=draft,
-            draft_length=0 if self.mode == "ar" else self.decoding.draft_length,
+            draft_length=self.decoding.options(self.mode).drafted_rows,
             r=self.decoding.r if self.mode in PATH_MODES else 0,
         )
 

@@ -2,7 +2,9 @@
 
 Definitions follow the field's: acceptance_rate is accepted / drafted (bonus tokens and dropped
 tokens excluded); tokens_per_round is emitted / rounds, the prefill's token excluded from both;
-alpha_pos[i] is the share of drafts whose i-th token was accepted among those whose first i were.
+alpha_pos[i] is the share of drafts whose i-th token was accepted among those whose first i were;
+of trees, i is the depth, and a draft counts where something hangs below the last accepted token.
+A tree's acceptance_rate is at most depth / nodes: compare trees by alpha_pos and tokens_per_round.
 With P the pairs prefetched in a round and R those that verification required, were not resident at
 its start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R|
 and prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dejax.shapes import Pair
+from dejax.spec.tree import accepted_path, is_chain
 from infer.trace import Round
 
 LOAD_KINDS = ("draft", "prefetch", "demand")
@@ -34,15 +37,46 @@ def rounds_of(trace: Iterable[Round]) -> list[Round]:
 
 
 def alpha_by_position(rounds: Sequence[Round]) -> list[float]:
-    """P(drafted token i accepted | those before it accepted), for i = 1, 2, ..."""
-    longest = max((len(r.drafted) for r in rounds), default=0)
+    """P(a drafted token i deep accepted | those above it accepted), for i = 1, 2, ...
+
+    A round counts at a depth where something was drafted below the last accepted token.
+    """
+    reached: list[int] = []
+    for record in rounds:
+        parents = record.parents or range(len(record.drafted))
+        path = (0, *accepted_path(record.drafted, parents, record.emitted[: record.accepted]))
+        if is_chain(parents):
+            path = range(record.accepted + 1)
+        # Where a generation ended within its accepted path, the last of it was not emitted.
+        open_end = len(path) > record.accepted and path[record.accepted] in parents
+        reached.append(record.accepted + open_end)
     result = []
-    for position in range(longest):
-        reached = [r for r in rounds if len(r.drafted) > position and r.accepted >= position]
-        if not reached:
-            break
-        result.append(sum(r.accepted > position for r in reached) / len(reached))
+    for depth in range(max(reached, default=0)):
+        there = [r for r, reach in zip(rounds, reached, strict=True) if reach > depth]
+        result.append(sum(r.accepted > depth for r in there) / len(there))
     return result
+
+
+def acceptance_by_rank(rounds: Iterable[Round]) -> list[float]:
+    """Of accepted rows with children, the share of which the child of rank 1, 2, ... was accepted.
+
+    Rank is the drafter's order of choice. What the best static tree is computed from
+    (`dejax.spec.sequoia`).
+    """
+    tried: list[int] = []
+    accepted: list[int] = []
+    for record in rounds:
+        parents = record.parents
+        path = (0, *accepted_path(record.drafted, parents, record.emitted))
+        for row, after in zip(path, (*path[1:], None), strict=True):
+            children = [child for child, p in enumerate(parents, start=1) if p == row]
+            for rank, child in enumerate(children):
+                if rank == len(tried):
+                    tried.append(0)
+                    accepted.append(0)
+                tried[rank] += 1
+                accepted[rank] += child == after
+    return [part / whole for part, whole in zip(accepted, tried, strict=True)]
 
 
 def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:

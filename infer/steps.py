@@ -74,27 +74,39 @@ def next_router(layer: DecoderLayer) -> tuple[nnx.GraphDef, dict[Any, Any]]:
 
 @cache
 def visible(config: ModelConfig, slots: int) -> Callable[..., Masks]:
-    """Jitted `visible_rows`: (start, positions [R], ancestors [R, R]) -> masks [R, S]."""
+    """Jitted `visible_rows`: (base, positions [R], ancestors [R, W], ...) -> masks [R, S]."""
     return jax.jit(partial(visible_rows, config, slots))
 
 
 def visible_rows(
     config: ModelConfig,
     slots: int,
-    start: Int[Array, ""],
+    base: Int[Array, ""],
     positions: Int[Array, " R"],
-    ancestors: Bool[Array, "R R"],
+    ancestors: Bool[Array, "R W"],
+    block_positions: Int[Array, " W"],
 ) -> Masks:
-    """The masks [R, S] of a pass over a cache.
+    """The masks [R, S] of a pass over a cache: of some rows of a block of W that begins at `base`.
 
     A row sees the committed slots, its ancestors in the block, and itself.
     """
     every = jnp.arange(slots, dtype=positions.dtype)
     block = jnp.zeros((ancestors.shape[0], slots), bool)
-    block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(start), start))
+    block = jax.lax.dynamic_update_slice(block, ancestors, (jnp.zeros_like(base), base))
     # Slots of the block hold rows in the tree's order; committed ones hold their own index.
-    slot_positions = jax.lax.dynamic_update_slice(every, positions, (start,))
-    return with_window(config, (every < start)[None, :] | block, positions, slot_positions)
+    slot_positions = jax.lax.dynamic_update_slice(every, block_positions, (base,))
+    return with_window(config, (every < base)[None, :] | block, positions, slot_positions)
+
+
+@partial(jax.jit, donate_argnums=0)
+def keep_rows(caches: Any, rows: Int[Array, " W"], base: Int[Array, ""]) -> Any:
+    """Moves rows of a block to its begin: slot base + i gets what slot base + rows[i] held."""
+
+    def keep(leaf: Array) -> Array:
+        kept = jnp.take(leaf, base + rows, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, kept, base, axis=0)
+
+    return jax.tree.map(keep, caches)
 
 
 def _attend_and_route(

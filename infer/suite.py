@@ -15,6 +15,7 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
+from dejax.spec.tree_options import parse_tree
 from dejax.target import Target
 from infer.console import progress
 from infer.decode import DecodeOptions, Mode
@@ -38,6 +39,7 @@ class Run:
       name: what tables call it.
       cache: share of the target's experts that the device cache holds (0 to 1).
       look_ahead: whether target passes ask for what the next layer will probably use.
+      tree: how drafts branch, by name (`dejax.spec.tree_options`).
       governor: whether drafting is switched off while it does not pay.
     """
 
@@ -53,6 +55,7 @@ class Run:
     cache: float = 0.0
     temperature: float = 0.0
     look_ahead: bool = False
+    tree: str = "chain"
     governor: bool = False
 
     @property
@@ -76,6 +79,7 @@ class Run:
             sampling=SamplingConfig(temperature=self.temperature),
             control=control,
             prefetch=self.prefetch,
+            tree=parse_tree(self.tree),
             stop_at_eos=stop_at_eos,
             governor=self.governor,
         )

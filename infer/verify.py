@@ -27,7 +27,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import print_table, progress, say
-from infer.decode import Mode
+from infer.decode import Mode, check_options
 from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.divergence import first_difference, judge
@@ -62,6 +62,13 @@ class Arguments:
     decoding: DecodingArguments = DecodingArguments()
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
+
+    def __post_init__(self):
+        if self.decoding.rule != "match":
+            raise UsageError(
+                f"--rule {self.decoding.rule} emits other tokens of the same law; verify compares "
+                "tokens: it is for match"
+            )
 
 
 def compare_modes(
@@ -155,6 +162,7 @@ def main(argv: list[str]) -> int:
     prompts = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
     outline = read_outline(args.model)
     experts = outline.config.experts
+    check_options(args.decoding.options("ar"), outline.config, drafts=False)
     if experts is None and args.decoding.r != 1:
         raise UsageError(f"--r is for a mixture of experts; {args.model} is dense")
     if experts is not None and args.decoding.r > experts.top_k:

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 from dejax.config import ModelConfig
 from dejax.draft.expert import draft_output
 from dejax.model import attend_cached, combine, embed, logits_of, route, split_layer, split_outer
-from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket
+from infer.blocks import Block, block_of, level_of
+from infer.buckets import PREFILL_ROWS
 from infer.engine import Engine, PassResult
 from infer.steps import visible_rows
 
@@ -65,11 +66,12 @@ def pass_step(
 
     def step(params, drafts, caches, given, like, inputs, rows, *, r: int | None, last: bool):
         outer_params, layer_params = params
-        tokens, positions, start, ancestors = inputs
+        start, positions = inputs.start, inputs.positions
         model = nnx.merge(outer, outer_params)
-        x = embed(model, tokens, like.dtype)
-        masks = visible_rows(config, slots, start, positions, ancestors)
-        in_use = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None] < rows
+        x = embed(model, inputs.tokens, like.dtype)
+        block = inputs.base, positions, inputs.ancestors, inputs.block_positions
+        masks = visible_rows(config, slots, *block)
+        in_use = jnp.arange(len(positions), dtype=jnp.int32)[:, None] < rows
         new, all_ids, top_gates = [], [], []
         for index, definition in enumerate(layers):
             layer = nnx.merge(definition, layer_params[index])
@@ -117,33 +119,32 @@ class WholePassEngine(Engine):
         """What `experts_of()` is passed, as arrays."""
         raise NotImplementedError
 
-    def warm_up(self, *, rows: int, r: int | None = None) -> None:
-        """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
+    def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None:
+        """As `Engine.warm_up`.
 
-        Runs them on zeros, without rows in use, so that no expert is asked for; a sequence under
-        way is lost.
+        The passes have no rows in use, so that no expert is asked for.
         """
         self.begin()
         for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
-            self._run([], 0, size=size, last=size == PREFILL_ROWS)
+            self._run([], block_of([], 0, None, size), last=size == PREFILL_ROWS)
         if r is not None:
-            self._run([], 0, size=1, r=r)
+            self._run([], block_of([], 0, None, 1), r=r)
+        for size in self._draft_sizes(draft_rows):
+            self._run([], level_of([], 0, (), size), r=r)
+        self._warm_moves(draft_rows)
 
     def _pass(
         self,
         tokens: Sequence[int],
+        block: Block,
         *,
-        start: int,
         rows_wanted: int,
         kind: Any,
-        parents: Sequence[int] | None = None,
         r: int | None = None,
-        size: int | None = None,
     ) -> PassResult:
         rows = len(tokens)
-        size = bucket(rows, ROW_BUCKETS) if size is None else size
-        last = size == PREFILL_ROWS
-        logits, ids, gates = self._run(tokens, start, parents=parents, size=size, last=last, r=r)
+        last = len(block.tokens) == PREFILL_ROWS
+        logits, ids, gates = self._run(tokens, block, last=last, r=r)
         shown = range(rows - rows_wanted, rows)
         layers = self._moe_layers
         routes = tuple(
@@ -165,19 +166,16 @@ class WholePassEngine(Engine):
     def _run(
         self,
         tokens: Sequence[int],
-        start: int,
+        block: Block,
         *,
-        size: int,
-        parents: Sequence[int] | None = None,
         last: bool = False,
         r: int | None = None,
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         """Logits, ids and gates of one run of the step, on the host."""
         rows = jax.device_put(np.int32(len(tokens)))
-        inputs = self._inputs(tokens, start, parents, size)
         caches, self._caches = self._caches, []  # they are donated
         drafts = {} if r is None else self._draft_params
-        given = (self._given, self._like, inputs, rows)
+        given = (self._given, self._like, block, rows)
         began, loading = time.perf_counter(), self.clock.loads
         *out, self._caches = self._step(self._params, drafts, caches, *given, r=r, last=last)
         found = jax.device_get(out)

@@ -25,6 +25,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int
 
+from dejax.spec.tree import check_parents
+
 FinishReason = Literal["eos", "length", "context"]
 
 
@@ -65,10 +67,9 @@ def accept(
             "a draft of N nodes needs N tokens, N parents and N + 1 picks, "
             f"got {len(tokens)}, {len(parents)} and {len(picks)}"
         )
+    check_parents(parents)
     children: dict[tuple[int, int], int] = {}
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-        if not 0 <= parent < row:
-            raise ValueError(f"parent of row {row} must be a row from 0 to {row - 1}, got {parent}")
         children.setdefault((int(parent), int(token)), row)  # equal siblings: the first one counts
     rows: list[int] = []
     row = 0

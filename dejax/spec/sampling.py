@@ -114,9 +114,15 @@ def gumbel_noise(
         _check_word(name, value)
     ids = np.asarray(token_ids).astype(np.uint32)
     high, low = threefry2x32((int(seed), int(sample)), (np.full_like(ids, position), ids))
+    return -np.log(-np.log(uniforms(high, low)))
+
+
+def uniforms(
+    high: UInt32[np.ndarray, " n"], low: UInt32[np.ndarray, " n"]
+) -> Float64[np.ndarray, " n"]:
+    """Uniform numbers in (0, 1), both ends excluded, of two random words each."""
     bits = (high.astype(np.uint64) << np.uint64(20)) | (low >> np.uint32(12))
-    uniform = (2.0 * bits + 1.0) * 2.0**-53
-    return -np.log(-np.log(uniform))
+    return (2.0 * bits + 1.0) * 2.0**-53
 
 
 def log_probs(
@@ -206,6 +212,23 @@ class TokenPicker:
             _, law = _law(logits, self.sampling, "logits")
         return float(np.exp(law.max()))
 
+    def children(
+        self, logits: Float[np.ndarray, " V"], *, position: int, count: int
+    ) -> list[tuple[int, float]]:
+        """The `count` tokens that come first in what `pick` maximises, and how sure each is.
+
+        Sure is the softmax of that: greedy, the plain probability; when sampling, of the law with
+        the position's noise, since the target will choose with the same noise. Fewer if the law has
+        fewer tokens.
+        """
+        logits = self._checked(logits)
+        plain = self.sampling.temperature == 0
+        sampling = SamplingConfig(temperature=1.0) if plain else self.sampling
+        ids, scores = _law(logits, sampling, f"logits at position {position}")
+        if not plain:
+            scores = scores + self._noise_of(ids, position)
+        return first_of(ids, scores, count)
+
     def forget(self, before: int) -> None:
         """Frees the noise of positions below `before`, which are committed."""
         for position in [p for p in self._noise if p < before]:
@@ -234,6 +257,24 @@ class TokenPicker:
                 f"logits must be one row of {self._vocab_size}, got shape {logits.shape}"
             )
         return logits
+
+
+def first_of(
+    ids: Int[np.ndarray, " n"], scores: Float64[np.ndarray, " n"], count: int
+) -> list[tuple[int, float]]:
+    """The `count` ids of largest score, best first, and their softmax; ties: the lower id first."""
+    kept = _largest(scores, min(count, len(scores)))
+    kept = kept[np.argsort(-scores[kept], kind="stable")]
+    weights = np.exp(scores - scores.max())
+    sure = weights[kept] / weights.sum()
+    return list(zip(ids[kept].tolist(), sure.tolist(), strict=True))
+
+
+def law_of(
+    logits: Float[np.ndarray, " V"], sampling: SamplingConfig
+) -> tuple[Int[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+    """The ids that `log_probs` keeps, ascending, and their normalised log probabilities."""
+    return _law(logits, sampling, "logits")
 
 
 def _law(

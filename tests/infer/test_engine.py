@@ -171,7 +171,7 @@ def test_padding_rows_change_nothing(engine, monkeypatch):
         assert result.used == frozenset().union(*result.routes)
     monkeypatch.setattr(engine_module, "ROW_BUCKETS", (9,))
     close(verify(engine, tokens).logits, five.logits)
-    monkeypatch.setattr(engine, "_buckets", (SHAPES["shared"].moe.num_experts,))
+    monkeypatch.setattr(engine, "buckets", (SHAPES["shared"].moe.num_experts,))
     close(verify(engine, tokens).logits, five.logits)
 
 
@@ -196,7 +196,7 @@ def test_the_grid_of_sizes_has_no_doubles(target, monkeypatch):
     for sizes in [(1, 2), (1, 2, 8), (1, 2, 16)]:
         monkeypatch.setattr(buckets, "EXPERT_BUCKETS", sizes)
         with Decoder(target) as decoder:
-            grid = decoder.engine._buckets
+            grid = decoder.engine.buckets
         assert list(grid) == sorted(set(grid)) and grid[-1] == min(8, sizes[-1])
 
 

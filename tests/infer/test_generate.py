@@ -32,6 +32,7 @@ STATS = {
     *("alpha_pos", "unique_layer_experts", "prefetch_recall", "prefetch_precision", "loads"),
     *("prefill_seconds", "decode_seconds", "decode_tps"),
 }
+TREE = ["--mode", "top-r", "--tree"]
 SHORT = ControlConfig(draft_length=2)
 
 
@@ -369,6 +370,14 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--mode", "n-gram", "--r", "2"], "--r is for the modes top-r and draft-expert"),
         ([*PROMPT, "--mode", "n-gram", "--draft", "init"], "--draft is for --mode draft-expert"),
         ([*PROMPT, "--controller", "x"], "--controller: 'x' is not one of consumer, producer"),
+        ([*PROMPT, *TREE, "bush"], "--tree: 'bush' is no tree; expected chain, BxD"),
+        ([*PROMPT, *TREE, "static:0,5"], "--tree: parent of node 2 is 5; expected an earlier node"),
+        ([*PROMPT, "--tree", "2x2"], "--tree is for the modes top-r and draft-expert, not ar"),
+        ([*PROMPT, *TREE, "2x2", "--strict"], "--strict is for chains"),
+        ([*PROMPT, "--rule", "R9"], "--rule: 'R9' is not one of match, R1, R2, R3, R4"),
+        ([*PROMPT, "--rule", "R1"], "controller consumer drops a drafted token for what its own"),
+        ([*PROMPT, *TREE, "2x2", "--rule", "R1"], "rule R1 is for chains"),
+        ([*PROMPT, *TREE, "best8", "--rule", "R3"], "this tree keeps nodes by the confidence"),
         ([*PROMPT, "--draft-length", "0"], "--draft-length: '0' is out of range"),
         ([*PROMPT, "--draft-length", "33"], "draft_length"),
         ([*PROMPT, "--mode", "top-r", "--r", "4"], "r is 4; the target routes to 3 experts"),
@@ -423,6 +432,26 @@ def test_a_wrong_model_is_one_line(tmp_path, capsys):
     assert "did you mean 'generate'?" in complaint(["generat", "x", *PROMPT], capsys)
 
 
+@pytest.mark.slow
+def test_trees_and_rules_by_name(folder, tmp_path):
+    """Trees emit the tokens of mode ar; a rejection rule's run is lossless too and repeats."""
+
+    def tokens(*argv):
+        out = tmp_path / "out.json"
+        flags = ["--max-new-tokens", "12", "--temperature", "1", "--json", str(out)]
+        assert cli.main(["generate", str(folder), *PROMPT, *flags, *argv]) == 0
+        (generation,) = json.loads(out.read_text())["generations"]
+        assert generation["lossless"]
+        return generation["tokens"]
+
+    plain = tokens()
+    assert tokens(*TREE, "best8") == tokens(*TREE, "eagle:4,2,2") == plain
+    assert tokens(*TREE, "2x2", "--rule", "R4") == tokens("--rule", "R4") != plain
+    assert tokens(*TREE, "2x2", "--rule", "R3") == tokens(*TREE, "2x2", "--rule", "R3")
+    chain = ["--mode", "top-r", "--rule", "R1", "--controller", "producer"]
+    assert tokens(*chain) == tokens(*chain)
+
+
 def test_an_adapter_of_another_target_is_one_line(folder, target, tmp_path, capsys):
     other = dataclasses.replace(draft_of(target), identity="another")
     adapter = save_draft(tmp_path / "adapter", other, target.config)
@@ -443,6 +472,8 @@ def test_weights_held_in_float16_are_stored_as_what_holds_them(folder):
     [
         (["--mode", "top-r", "--r", "9"], "r is 9; the target routes to"),
         (["--draft-length", "33"], "draft_length 33 exceeds 32"),
+        ([*TREE, "2x5"], "the tree has 62 nodes; a pass verifies at most 32"),
+        ([*TREE, "eagle:8,16,9"], "the tree is drafted in passes of 16, 16, 16"),
         (["--host-cache", "1KiB"], "exceed the host cache (1 KiB)"),
         (["--dtype", "float64"], "dtype float64 needs JAX's 64-bit mode"),
         (["--trace", "-"], "--trace: expected a file"),

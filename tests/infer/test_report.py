@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from infer.prefetch import LoadEvent
 from infer.report import (
+    acceptance_by_rank,
     alpha_by_position,
     distinct_ngrams,
     identity,
@@ -162,6 +164,23 @@ def test_rejected_first_tokens_leave_later_positions_out():
     assert alpha_by_position([rejected]) == [0.0]
     assert alpha_by_position([rejected, PARTLY]) == [0.5, 0.0]
     assert alpha_by_position([]) == []
+
+
+def test_depths_of_trees_count_where_something_was_drafted_below():
+    #   0 -> 1:4, 2:5;  1 -> 3:6;  2 -> 4:6;  4 -> 5:7
+    tree: dict[str, Any] = dict(
+        kind="round", committed=1, drafted=(4, 5, 6, 6, 7), parents=(0, 0, 1, 2, 4)
+    )
+    deep = Round(**tree, accepted=3, emitted=(5, 6, 7, 8))
+    first = Round(**tree, accepted=2, emitted=(4, 6, 9))  # a leaf at depth 2
+    none = Round(**tree, emitted=(9,))
+    assert alpha_by_position([deep]) == [1.0, 1.0, 1.0]
+    assert alpha_by_position([first]) == [1.0, 1.0]
+    assert alpha_by_position([deep, first, none]) == [2 / 3, 1.0, 1.0]
+    # Of row 0 in all three, rank 1 once, rank 2 once; below, single children, one of them a leaf.
+    assert acceptance_by_rank([deep, first, none]) == [(1 + 3) / (3 + 3), 1 / 3]
+    ended = Round(**tree, accepted=2, emitted=(5,))  # the generation ended within the path
+    assert alpha_by_position([ended]) == [1.0, 1.0]
 
 
 def test_the_control_has_the_prefetches_of_other_rounds():

@@ -85,3 +85,23 @@ def test_bad_calls_are_one_line(model, capsys, more, message):
     status, result = verify(model, *more)
     assert status == 2 and result is None
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_trees_are_verified_and_n_grams_stay_chains(model):
+    status, result = verify(model, "--draft", "init", "--tree", "best8", "--dtypes", "float64")
+    assert status == 0 and result is not None
+    assert [row["identical"] for row in result["rows"]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rule", "R4"], "--rule R4 emits other tokens of the same law; verify compares tokens"),
+        (["--tree", "2x5"], "the tree has 62 nodes; a pass verifies at most 32"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(model, monkeypatch, capsys, options, message):
+    monkeypatch.setattr("infer.loading.load_target", None)
+    assert cli.main(["verify", str(model), *options]) == 2
+    assert message in capsys.readouterr().err
