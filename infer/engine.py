@@ -30,6 +30,7 @@ from dejax.errors import UsageError
 from dejax.model import Masks, Params, split_layer, split_outer
 from dejax.nn.attention import Cache
 from dejax.shapes import Pair
+from dejax.spec.budget import VerifyBudget, restrict
 from dejax.target import Target
 from infer.blocks import Block, block_of, level_of
 from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
@@ -70,12 +71,14 @@ class PassResult:
       routes: for each row, its top-k experts in every MoE layer, as pairs.
       gates: for each row, the top-1 gate in every MoE layer.
       used: the pairs whose weights the pass read.
+      rescued: rows, summed over layers, that were left their top-1 in spite of the budget.
     """
 
     logits: Float[np.ndarray, "R V"]
     routes: tuple[frozenset[Pair], ...]
     gates: Float[np.ndarray, "R L"]
     used: frozenset[Pair]
+    rescued: int = 0
 
 
 @dataclass(eq=False)
@@ -90,6 +93,8 @@ class Engine:
       look_ahead: whether target passes ask for what the next layer will probably use.
       clock: waiting times, reset by the caller.
       rows: given, every target pass is padded to so many rows (`infer.strict`).
+      budget: given, target passes over a draft use few experts, and are not exact
+        (`dejax.spec.budget`); prefills are.
       layout: how experts lie on the device, named in the stats.
     """
 
@@ -100,6 +105,7 @@ class Engine:
     look_ahead: bool = False
     clock: Clock = field(default_factory=Clock)
     rows: int | None = None
+    budget: VerifyBudget | None = None
     layout = LAYOUT
 
     def __post_init__(self):
@@ -274,7 +280,7 @@ class Engine:
     ) -> PassResult:
         rows = len(tokens)
         x, masks = self.embed(block), self.masks(block)
-        routed_ids, top_gates, used = {}, [], set()
+        routed_ids, top_gates, used, rescued = {}, [], set(), 0
         ahead = self.look_ahead if kind == "demand" else self._prefetches
         for index in range(len(self._layers)):
             out = self.layer(index, x, block, masks, ahead=ahead, drafting=kind == "draft")
@@ -282,6 +288,9 @@ class Engine:
                 x = out
                 continue
             top_gates.append(out[3])
+            if self.budget is not None and kind == "demand" and x.shape[0] < PREFILL_ROWS:
+                out, saved = self._restrict(index, out, rows, self.budget)
+                rescued += saved
             x, ids, unique = self._experts(index, out, rows, kind=kind, r=r)
             routed_ids[index] = ids
             used.update((index, e) for e in unique)
@@ -293,7 +302,8 @@ class Engine:
         )
         first = [layer[list(shown), 0] for layer in gates]
         gates = np.stack(first, axis=1) if first else np.zeros((rows_wanted, 0))
-        return PassResult(logits=logits, routes=routes, gates=gates, used=frozenset(used))
+        used = frozenset(used)
+        return PassResult(logits=logits, routes=routes, gates=gates, used=used, rescued=rescued)
 
     def layer(
         self, index: int, x: Array, block: Block, masks: Masks, *, ahead: bool, drafting: bool
@@ -313,9 +323,23 @@ class Engine:
         step, params = self._shared[layer]
         return step(params, h)
 
+    def _restrict(
+        self, layer: int, routed: tuple, rows: int, budget: VerifyBudget
+    ) -> tuple[tuple, int]:
+        """A layer's routing under the budget, and the rows that were rescued."""
+        x, h, *routing, guess = routed
+        began = time.perf_counter()
+        ids, gates, scores = (np.array(part) for part in jax.device_get(routing))
+        self.clock.device += time.perf_counter() - began
+        resident = [expert for at, expert in self.residency.resident() if at == layer]
+        given = (part[:rows] for part in (ids, gates, scores))
+        found = restrict(*given, budget, resident=resident)
+        ids[:rows], gates[:rows] = found.ids, found.gates
+        return (x, h, *jax.device_put((ids, gates)), routing[2], guess), found.rescued
+
     def _experts(self, layer: int, routed: tuple, rows: int, *, kind: Any, r: int | None):
         """Acquires a layer's experts and adds them: new residual stream, ids, unique ids."""
-        x, h, ids, gates, guess = routed
+        x, h, ids, gates, _, guess = routed
         always = self.always(layer, h)  # on its way while the ids come
         began = time.perf_counter()
         ids_host, guess_host = jax.device_get((ids, guess))

@@ -123,9 +123,9 @@ def _attend_and_route(
 ):
     """Attention, then feed-forward (dense layer) or router (MoE layer).
 
-    Of a MoE layer: residual stream, normed input of its experts, their ids and gates, and the ids
-    that the next layer's router would choose now (None without `ahead`); then the cache. `plain` is
-    the router's.
+    Of a MoE layer: residual stream, normed input of its experts, their ids and gates, the
+    probabilities of all, and the ids that the next layer's router would choose now (None without
+    `ahead`); then the cache. `plain` is the router's.
     """
     layer = nnx.merge(definition, params)
     x, cache = attend_cached(layer, x, cache, start=start, positions=positions, mask=mask)
@@ -137,7 +137,7 @@ def _attend_and_route(
     if ahead is not None:
         norm, router = nnx.merge(ahead, ahead_params)
         guess = router(norm(x)).ids
-    return (x, h, routing.ids, routing.gates, guess), cache
+    return (x, h, routing.ids, routing.gates, routing.scores, guess), cache
 
 
 def _numbers(experts: tuple[Any, ...], packing: Packing | None, dtype: Any) -> tuple[Any, ...]:

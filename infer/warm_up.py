@@ -83,7 +83,7 @@ def _experts(
     form = engine.residency.form
     zero = jax.device_put(form.parts(np.zeros(form.shape, form.dtype)))
     ids = jax.device_put(np.full(count, -1, np.int32))
-    x, h, chosen, gates, _ = routed
+    x, h, chosen, gates, *_ = routed
     always = engine.always(engine.target.config.moe_layers[0], h)
     experts = (zero,) * count
     for before in (None, h) if after else (None,):  # any array of a sum's shape
