@@ -11,6 +11,7 @@ from typing import Any
 
 from infer.bench_limits import Limits
 from infer.bench_rows import Row, spread
+from infer.decode import PATH_MODES
 from infer.memory import peak_rss
 from infer.report import identity, rounds_of
 from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all
@@ -210,7 +211,7 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         (other.row["stats"] for other in results if other.run.mode == "top-r" and other.run.r == 1),
         None,
     )
-    drafts = run.mode in ("top-r", "draft-expert")
+    drafts = run.mode in PATH_MODES
     return Row(
         name=run.name,
         model=suite.target.name,
@@ -237,6 +238,7 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         if drafts and first_drafter
         else None,
         acceptance_rate=found["acceptance_rate"],
+        unique_layer_experts=found["unique_layer_experts"],
         bytes_per_token=moved / found["emitted"],
         accepted_per_expert_loaded=_share(found["emitted"], count),
         prefetch_recall=found["prefetch_recall"],

@@ -34,6 +34,7 @@ class Row:
       cost_verify: a target pass over an autoregressive one; cost_draft: a draft pass over one of
         shared + top-1.
       acceptance_rate: accepted / drafted.
+      unique_layer_experts: those that a round's target pass reads, mean.
       bytes_per_token: bytes of experts moved, as stored, over emitted tokens.
       accepted_per_expert_loaded: emitted tokens over experts moved.
       ratio_to_same_cache: tps over autoregressive decoding with the same cache (LRU).
@@ -63,6 +64,7 @@ class Row:
     cost_verify: float | None = None
     cost_draft: float | None = None
     acceptance_rate: float | None = None
+    unique_layer_experts: float | None = None
     bytes_per_token: float | None = None
     accepted_per_expert_loaded: float | None = None
     prefetch_recall: float | None = None
@@ -129,6 +131,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "acceptance_rate": ("accepted", format_percent),
     "cost_verify": ("verify/AR", _times(1.0)),
     "cost_draft": ("draft/top-1", _times(1.0)),
+    "unique_layer_experts": ("unique experts", _times(1.0)),
     "bytes_per_token": ("MB a token", _times(1e-6)),
     "prefetch_recall": ("recall", format_percent),
     "prefetch_precision": ("precision", format_percent),

@@ -15,7 +15,9 @@ from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.spec.accept import draft_limit, finish
 from dejax.spec.control import ControlConfig, DraftController
-from dejax.spec.rules import Drafted, Rule, check_rule, make_rule
+from dejax.spec.ecospec import EcoConfig, ExpertCost
+from dejax.spec.expert_use import ExpertGrid, ExpertUse
+from dejax.spec.rules import REJECTION, Drafted, Rule, check_rule, make_rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import CHAIN, TreeConfig, is_chain
 from infer.buckets import ROW_BUCKETS
@@ -25,9 +27,11 @@ from infer.timing import Pace
 from infer.trace import Round
 from infer.tree_drafter import TreePhase, check_tree
 
-Mode = Literal["ar", "top-r", "draft-expert", "n-gram"]
+Mode = Literal["ar", "top-r", "draft-expert", "n-gram", "ecospec"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-PATH_MODES: tuple[Mode, ...] = ("top-r", "draft-expert")
+DRAFT_MODES: tuple[Mode, ...] = ("draft-expert", "ecospec")
+"""Modes that need draft experts."""
+PATH_MODES: tuple[Mode, ...] = ("top-r", *DRAFT_MODES)
 """Modes whose drafter is a path through the target itself."""
 
 
@@ -36,13 +40,15 @@ class DecodeOptions:
     """How to decode one sequence.
 
     Attributes:
-      mode: `ar`, `top-r` (shared + top-r routed experts as drafter), `draft-expert`, or `n-gram`
-        (what followed the same tokens before).
-      r: routed experts that the drafter keeps, in `top-r` and `draft-expert`.
+      mode: `ar`, `top-r` (shared + top-r routed experts as drafter), `draft-expert`, `n-gram`
+        (what followed the same tokens before), or `ecospec` (drafts of `draft-expert`, of which
+        those are verified that are worth their experts).
+      r: routed experts that the drafter keeps, in `top-r`, `draft-expert` and `ecospec`.
       prefetch: whether the draft router's predictions are prefetched.
       governor: whether drafting is switched off while it does not pay (`dejax.spec.governor`).
       tree: how the drafts of a path through the target branch; other drafts are chains.
       rule: how a draft is accepted (`dejax.spec.rules`).
+      eco: what experts weigh in `ecospec`.
     """
 
     mode: Mode = "ar"
@@ -55,6 +61,7 @@ class DecodeOptions:
     governor: bool = False
     tree: TreeConfig = CHAIN
     rule: Rule = "match"
+    eco: EcoConfig = EcoConfig()
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -66,29 +73,42 @@ class DecodeOptions:
         if self.control.draft_length >= ROW_BUCKETS[-1]:
             most = ROW_BUCKETS[-1] - 1
             raise UsageError(f"draft_length {self.control.draft_length} exceeds {most}")
+        if self.mode == "ecospec" and self.rule in REJECTION:
+            raise UsageError(
+                f"rule {self.rule} would lose the target's law: mode ecospec drops drafted tokens "
+                "for the experts that they need; give --rule match or R4"
+            )
         check_rule(self.rule, control=self.control, tree=self.tree)
+
+    @property
+    def draft_tree(self) -> TreeConfig:
+        """How drafts branch; in `ecospec` a chain is a tree too, since its length is chosen."""
+        if self.mode == "ecospec" and self.tree.is_chain:
+            length = self.control.draft_length
+            return TreeConfig(branching=1, depth=length, keep=length)
+        return self.tree
 
     @property
     def draft_nodes(self) -> int:
         """Most tokens of a draft."""
         if self.mode == "ar":
             return 0
-        return self.control.draft_length if not self.branches else self.tree.nodes
+        return self.control.draft_length if not self.branches else self.draft_tree.nodes
 
     @property
     def draft_levels(self) -> int:
         """Most tokens of a draft that can be accepted."""
-        return self.control.draft_length if not self.branches else self.tree.levels
+        return self.control.draft_length if not self.branches else self.draft_tree.levels
 
     @property
     def drafted_rows(self) -> int:
         """Most rows of a round's draft passes after that over the pending token."""
-        return sum(self.tree.pass_rows()) if self.branches else self.draft_nodes
+        return sum(self.draft_tree.pass_rows()) if self.branches else self.draft_nodes
 
     @property
     def branches(self) -> bool:
         """Whether drafts are trees."""
-        return self.mode in PATH_MODES and not self.tree.is_chain
+        return self.mode in PATH_MODES and not self.draft_tree.is_chain
 
 
 def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) -> None:
@@ -98,12 +118,13 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
       UsageError: the mode drafts with routed experts and the target has none, r exceeds its top-k,
         or the mode needs draft experts and there are none.
     """
-    check_tree(options.tree, context=config.context)
+    check_tree(options.draft_tree, context=config.context)
     if options.mode == "ar":
         return
-    if drafts and options.mode != "draft-expert":
+    if drafts and options.mode not in DRAFT_MODES:
         raise UsageError(
-            f"mode {options.mode} takes no draft experts: give --draft only with draft-expert"
+            f"mode {options.mode} takes no draft experts: give --draft only with draft-expert "
+            "or ecospec"
         )
     if options.mode not in PATH_MODES:
         return
@@ -115,8 +136,8 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
     top_k = config.moe.top_k
     if options.r > top_k:
         raise UsageError(f"r is {options.r}; the target routes to {top_k} experts per token")
-    if options.mode == "draft-expert" and not drafts:
-        raise UsageError("mode draft-expert needs draft experts: give --draft")
+    if options.mode in DRAFT_MODES and not drafts:
+        raise UsageError(f"mode {options.mode} needs draft experts: give --draft")
 
 
 def make_drafter(engine: EngineLike, options: DecodeOptions) -> Drafter | Proposer | None:
@@ -183,12 +204,13 @@ class _Loop:
         if options.branches and isinstance(drafter, PathDrafter):
             return TreePhase(
                 self.engine,
-                options.tree,
+                options.draft_tree,
                 drafter.r,
                 self.rule.draft,
                 self.pace.timings,
                 prefetch=options.prefetch,
                 eos_ids=self.eos_ids,
+                choose=self._by_expert_cost() if options.mode == "ecospec" else None,
             )
         return DraftPhase(
             drafter,
@@ -204,6 +226,14 @@ class _Loop:
             prefetch=options.prefetch,
             eos_ids=self.eos_ids,
         )
+
+    def _by_expert_cost(self) -> ExpertCost:
+        """The choice of mode ecospec, with what earlier prompts have taught."""
+        config = self.engine.target.config
+        if self.pace.use is None:
+            moe = config.moe
+            self.pace.use = ExpertUse(ExpertGrid(config.moe_layers, moe.num_experts, moe.top_k))
+        return ExpertCost(self.options.eco, self.pace.use)
 
     @property
     def remaining(self) -> int:
@@ -277,6 +307,8 @@ class _Loop:
         if tree:
             engine.keep_rows(outcome.rows, start=committed - 1)
         emitted = self._emit([*(proposal.tokens[row - 1] for row in outcome.rows), outcome.token])
+        if self.pace.use is not None:
+            self.pace.use.observe(rows, result.routes, (0, *outcome.rows))
         prefetched = residency.prefetched()
         residency.end_round()
         self.rule.forget(len(self.tokens))

@@ -193,7 +193,7 @@ class Decoder:
     def warm_up(self, options: DecodeOptions) -> None:
         """Compiles what these options need, once."""
         r = options.r if options.mode in PATH_MODES else None
-        draft_rows = max(options.tree.pass_rows(), default=0) if options.branches else 0
+        draft_rows = max(options.draft_tree.pass_rows(), default=0) if options.branches else 0
         # A tree of one level has its accepted row moved too.
         draft_rows = max(draft_rows, 1) if options.branches else 0
         key = (options.draft_nodes + 1, r, draft_rows)

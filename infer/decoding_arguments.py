@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig, Controller
+from dejax.spec.ecospec import EcoConfig, Predictor
 from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
@@ -80,7 +81,7 @@ class DecodingArguments:
     """Options of `infer.generate.generate`, as flags."""
 
     r: PositiveInt = 1
-    """Routed experts a layer that the drafter of top-r and draft-expert keeps, up to top-k."""
+    """Routed experts a layer that the drafter of a path mode keeps, up to top-k."""
     max_new_tokens: PositiveInt = 64
     """New tokens of a prompt at most; the target's context ends it earlier."""
     temperature: NonNegativeFloat = 0.0
@@ -106,7 +107,11 @@ class DecodingArguments:
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
     """Probability (0 to 1) with which controller random keeps a drafted token."""
     tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
-    """Drafts of top-r and draft-expert as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
+    """Drafts of path modes as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
+    expert_cost: NonNegativeFloat = 1.0
+    """Mode ecospec: what a token's experts cost beside the rest of a round; 0: by confidence."""
+    predictor: Predictor = "router"
+    """Mode ecospec: experts by the draft router, by token id (table), or of the last token."""
     rule: Rule = "match"
     """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3, R4 others of its law."""
     prefetch: bool = True
@@ -148,6 +153,11 @@ class DecodingArguments:
             keep=self.keep,
         )
 
+    @property
+    def eco(self) -> EcoConfig:
+        """What experts weigh in the choice of a draft."""
+        return EcoConfig(self.expert_cost, self.predictor)
+
     def options(self, mode: Mode) -> DecodeOptions:
         """What the decode loop takes of them."""
         return DecodeOptions(
@@ -159,11 +169,12 @@ class DecodingArguments:
             prefetch=self.prefetch,
             tree=parse_tree(self.tree),
             rule=self.rule,
+            eco=self.eco,
         )
 
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "rule", "prefetch", "engine", "strict")
+        names = (*names, "rule", "eco", "prefetch", "engine", "strict")
         names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
         return {name: getattr(self, name) for name in names} | {"tree": parse_tree(self.tree)}

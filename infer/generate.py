@@ -18,6 +18,7 @@ from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
+from dejax.spec.ecospec import EcoConfig
 from dejax.spec.governor import Decision
 from dejax.spec.rules import REJECTION, Rule
 from dejax.spec.sampling import SamplingConfig
@@ -34,7 +35,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import progress, say
-from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
+from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engines import DeviceCache, EngineName, device_cache_bytes
@@ -75,6 +76,7 @@ def generate(
     control: ControlConfig | None = None,
     tree: TreeConfig = CHAIN,
     rule: Rule = "match",
+    eco: EcoConfig | None = None,
     prefetch: bool = True,
     governor: bool = True,
     engine: EngineName = "host",
@@ -96,9 +98,11 @@ def generate(
     Args:
       target: from `dejax.load_target`.
       prompts: texts, token id lists, or records with `id` and `prompt`.
-      draft: draft experts (`dejax.load_draft`), for mode "draft-expert".
-      mode: "ar", "top-r", "draft-expert" or "n-gram"; r: routed experts the drafter keeps.
+      draft: draft experts (`dejax.load_draft`), for modes "draft-expert" and "ecospec".
+      mode: "ar", "top-r", "draft-expert", "n-gram" or "ecospec"; r: routed experts the drafter
+        keeps.
       control: draft length and stop rule; tree: how drafts branch; rule: how they are accepted.
+      eco: what experts weigh in mode "ecospec".
       governor: measure whether drafting pays, and do not draft while it does not. Not under the
         rules R1 to R3, whose runs could not be repeated: their tokens depend on what is drafted.
       engine: "host", "callback" or "resident" (`infer.engines`).
@@ -130,8 +134,9 @@ def generate(
         governor=governor and rule not in REJECTION,
         tree=tree,
         rule=rule,
+        eco=EcoConfig() if eco is None else eco,
     )
-    check_strict(tree, strict=strict)
+    check_strict(options.draft_tree, strict=strict)
     check_options(options, target.config, drafts=draft is not None)
     encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
     capacity = capacity_of([ids for _, ids in encoded], max_new_tokens)
@@ -164,7 +169,9 @@ def generate(
             if encoded:
                 decoder.warm_up(options)
         ran = {"engine": engine, "layout": decoder.engine.layout, "strict_rows": rows}
-        ran |= {"tree": show_tree(tree) if options.branches else "chain", "rule": rule}
+        shown = show_tree(options.draft_tree) if options.branches else "chain"
+        ran |= {"tree": shown, "rule": rule}
+        ran |= vars(options.eco) if mode == "ecospec" else {}
         for index, (record, ids) in enumerate(encoded):
             watch = None if on_logits is None else partial(on_logits, index)
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
@@ -189,7 +196,7 @@ class Arguments:
     mode: Mode = "ar"
     """How to decode: ar, or drafts of top-r, draft experts or n-grams of the text; same tokens."""
     draft: DraftSpec | None = None
-    """Draft experts for mode draft-expert: a folder from `dejax distill`, or untrained ones."""
+    """Draft experts for draft-expert and ecospec: a folder from `dejax distill`, or untrained."""
     governor: bool = True
     """Measure whether drafting pays, say so, and do not draft while it does not."""
     memory: Bytes = None
@@ -207,14 +214,7 @@ class Arguments:
             raise UsageError("give either --prompt TEXT or --prompts FILE")
         if self.skip_bad and self.prompts is None:
             raise UsageError("--skip-bad is for --prompts FILE")
-        if self.draft is not None and self.mode != "draft-expert":
-            raise UsageError(f"--draft is for --mode draft-expert, not {self.mode}")
-        if self.draft is None and self.mode == "draft-expert":
-            raise UsageError("--mode draft-expert needs --draft: an adapter folder, or init[:SEED]")
-        if self.decoding.r != 1 and self.mode not in PATH_MODES:
-            raise UsageError(f"--r is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
-        if self.decoding.tree != "chain" and self.mode not in PATH_MODES:
-            raise UsageError(f"--tree is for the modes {' and '.join(PATH_MODES)}, not {self.mode}")
+        self._check_mode()
         if self.memory is not None:
             cached = self.decoding.device_cache, self.decoding.host_cache
             if cached != ("auto", None):
@@ -227,6 +227,22 @@ class Arguments:
             raise UsageError("--prompt is not UTF-8 text")
         if self.trace is not None and str(self.trace) == "-":
             raise UsageError("--trace: expected a file, not standard output")
+
+    def _check_mode(self) -> None:
+        """Refuses options of other modes, which would do nothing."""
+        mode, plain, given = self.mode, DecodingArguments(), self.decoding
+        if self.draft is None and mode in DRAFT_MODES:
+            raise UsageError(f"--mode {mode} needs --draft: an adapter folder, or init[:SEED]")
+        for name, set_, modes in (
+            ("--draft", self.draft is not None, DRAFT_MODES),
+            ("--r", given.r != plain.r, PATH_MODES),
+            ("--tree", given.tree != plain.tree, PATH_MODES),
+            ("--expert-cost", given.expert_cost != plain.expert_cost, ("ecospec",)),
+            ("--predictor", given.predictor != plain.predictor, ("ecospec",)),
+        ):
+            if set_ and mode not in modes:
+                raise UsageError(f"{name} is for --mode {' or '.join(modes)}, not {mode}")
+        check_strict(given.options(mode).draft_tree, strict=given.strict)
 
     def check(self) -> Draft | None:
         """The draft experts, once all is known to fit the target, of which no weight is read.

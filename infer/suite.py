@@ -14,11 +14,12 @@ from dejax.ckpt.expert_store import ExpertStore
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
+from dejax.spec.ecospec import EcoConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
 from dejax.target import Target
 from infer.console import progress
-from infer.decode import DecodeOptions, Mode
+from infer.decode import DRAFT_MODES, DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.divergence import judge
 from infer.link import Link, parse_link
@@ -41,6 +42,7 @@ class Run:
       look_ahead: whether target passes ask for what the next layer will probably use.
       tree: how drafts branch, by name (`dejax.spec.tree_options`).
       governor: whether drafting is switched off while it does not pay.
+      expert_cost, predictor: of mode ecospec (`dejax.spec.ecospec`).
     """
 
     name: str
@@ -57,11 +59,13 @@ class Run:
     look_ahead: bool = False
     tree: str = "chain"
     governor: bool = False
+    expert_cost: float = 1.0
+    predictor: str = "router"
 
     @property
     def place(self) -> tuple[bool, float, bool]:
         """What a decoder is made for: draft experts or not, the cache, whether it looks ahead."""
-        return self.mode == "draft-expert", self.cache, self.look_ahead
+        return self.mode in DRAFT_MODES, self.cache, self.look_ahead
 
     def options(self, max_new_tokens: int, *, stop_at_eos: bool) -> DecodeOptions:
         """The decode options of this run."""
@@ -80,6 +84,7 @@ class Run:
             control=control,
             prefetch=self.prefetch,
             tree=parse_tree(self.tree),
+            eco=EcoConfig(self.expert_cost, self.predictor),  # pyright: ignore[reportArgumentType]
             stop_at_eos=stop_at_eos,
             governor=self.governor,
         )

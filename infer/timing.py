@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dejax.spec.cost import Calibration, StepTimes
+from dejax.spec.expert_use import ExpertUse
 from dejax.spec.governor import Governor
 from infer.prefetch import LoadEvent
 
@@ -121,11 +122,13 @@ class Pace:
     Attributes:
       calibration: what the drafter's confidences are worth.
       governor: switches drafting off where it does not pay; None: it is never off.
+      use: which experts were used, where drafts are chosen by it.
     """
 
     timings: Timings = field(default_factory=Timings)
     calibration: Calibration = field(default_factory=Calibration)
     governor: Governor | None = None
+    use: ExpertUse | None = None
 
     def begin(self) -> None:
         """A new sequence."""

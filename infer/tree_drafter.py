@@ -12,7 +12,7 @@ from typing import Any
 
 from dejax.errors import UsageError
 from dejax.spec.rules import DraftChooser
-from dejax.spec.tree import Children, ChooseNodes, Node, TreeConfig, grow, most_confident
+from dejax.spec.tree import Children, ChooseNodes, Node, Paid, TreeConfig, grow, most_confident
 from infer.blocks import SCRATCH
 from infer.buckets import ROW_BUCKETS
 from infer.drafters import Proposal
@@ -64,7 +64,8 @@ class TreePhase:
       r: routed experts that the draft path keeps.
       prefetch: whether the experts that the passes predict are prefetched.
       eos_ids: nothing after an end token can be emitted, so none is drafted.
-      choose: which of the grown nodes are verified, if the tree grows more than it keeps.
+      choose: which of the grown nodes are verified; None: the most confident ones, if the tree
+        grows more than it keeps.
     """
 
     engine: EngineLike
@@ -74,11 +75,17 @@ class TreePhase:
     timings: Timings
     prefetch: bool
     eos_ids: Collection[int]
-    choose: ChooseNodes = most_confident
+    choose: ChooseNodes | None = None
+
+    @property
+    def verifies_all(self) -> bool:
+        """Whether whatever is passed is verified too."""
+        return self.tree.is_static and self.choose is None
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """A tree below the last of `tokens`."""
-        levels = _Levels(self, tokens)
+        levels, residency = _Levels(self, tokens), self.engine.residency
+        before = residency.available()
         grown = grow(self.tree, limit, levels.draft, ends=self.eos_ids)
         results = levels.results
         nodes = [
@@ -95,10 +102,10 @@ class TreePhase:
             logits={row: result.logits for row, result in results.items()},
             passes=levels.passes,
         )
-        if self.tree.is_static:
+        if self.verifies_all:
             return whole
-        residency = self.engine.residency
-        kept = self.choose(nodes, self.tree.keep, available=residency.available())
+        paid = Paid(results[0].routes, levels.used, before, residency.available())
+        kept = (self.choose or most_confident)(nodes, self.tree.nodes, paid)
         if self.prefetch:
             routes = [nodes[row - 1].routes or () for row in sorted(kept)]
             residency.prefetch(pair for pairs in routes for pair in pairs)
@@ -139,8 +146,7 @@ class _Levels:
         phase, engine = self.phase, self.phase.engine
         start, clock = len(self.tokens) - 1, self.phase.engine.clock
         began, waited = time.perf_counter(), clock.loads
-        # Whatever is passed of a static tree is verified too.
-        sure = phase.prefetch and (phase.tree.is_static or rows[0] == 0)
+        sure = phase.prefetch and (phase.verifies_all or rows[0] == 0)
         for row in rows:
             self._parents.append(self._block[nodes[row - 1].parent] if row else -1)
             self._block[row] = len(self._block)

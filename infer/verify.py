@@ -85,7 +85,8 @@ def compare_modes(
     """One row a drafting mode: its tokens beside those of autoregressive decoding.
 
     Args:
-      draft: with it, mode draft-expert is among them; common: options of `generate`.
+      draft: with it, mode draft-expert is among them, and ecospec, which is never strict; common:
+        options of `generate`.
       on_tokens: told the number of tokens of each round, and the mode.
       strict: decode so, and count the rows of logits that differ in any bit.
     """
@@ -94,6 +95,7 @@ def compare_modes(
         modes.insert(1, ("top-r", None))
     if draft is not None:
         modes.append(("draft-expert", draft))
+        modes += [] if strict else [("ecospec", draft)]
     found: dict[str, list[Generation]] = {}
     bits = {mode: Bits() for mode, _ in modes}
     for mode, given in modes:
@@ -215,7 +217,8 @@ def _verify(
     target: Target, fits: Sequence[Any], draft: Draft | None, args: Arguments, dtype: str
 ) -> list[dict[str, Any]]:
     """The rows of one dtype."""
-    modes = 2 + bool(target.config.moe_layers) + (draft is not None)
+    drafting = 0 if draft is None else 2 - args.decoding.strict
+    modes = 2 + bool(target.config.moe_layers) + drafting
     with progress(
         f"verify {dtype}", modes * len(fits) * args.decoding.max_new_tokens, "tokens"
     ) as bar:

@@ -94,23 +94,32 @@ class Node:
     routes: frozenset[Pair] | None = None
 
 
+@dataclass(frozen=True)
+class Paid:
+    """The experts that a round has paid for, or will in any case, when its nodes are chosen.
+
+    Attributes:
+      root: what the draft pass over the pending token predicts for its row of the verification.
+      used: pairs whose weights the draft passes read.
+      before, available: resident or on their way when the round began, and now.
+    """
+
+    root: frozenset[Pair] = frozenset()
+    used: frozenset[Pair] = frozenset()
+    before: AbstractSet[Pair] = frozenset()
+    available: AbstractSet[Pair] = frozenset()
+
+
 @runtime_checkable
 class ChooseNodes(Protocol):
     """Which grown nodes are verified. Looks at drafted values: for the match rules only."""
 
-    def __call__(
-        self, nodes: Sequence[Node], most: int, *, available: AbstractSet[Pair]
-    ) -> Collection[int]:
-        """Rows of at most `most` nodes, with every node its parent.
-
-        `available` are the layer-experts that are resident or on their way.
-        """
+    def __call__(self, nodes: Sequence[Node], most: int, paid: Paid) -> Collection[int]:
+        """Rows of at most `most` nodes, with every node its parent."""
         ...
 
 
-def most_confident(
-    nodes: Sequence[Node], most: int, *, available: AbstractSet[Pair] = frozenset()
-) -> Collection[int]:
+def most_confident(nodes: Sequence[Node], most: int, paid: Paid | None = None) -> Collection[int]:
     """The nodes of largest cumulative confidence; among equals the earlier one, so its parent."""
     rows = sorted(range(1, len(nodes) + 1), key=lambda row: -nodes[row - 1].confidence)
     return rows[:most]

@@ -35,6 +35,7 @@ def test_every_mode_is_compared(model, capsys):
         ("float32", "top-r"),
         ("float32", "n-gram"),
         ("float32", "draft-expert"),
+        ("float32", "ecospec"),
     ]
     for row in result["rows"]:
         assert (row["prompts"], row["tokens"], row["real"]) == (2, 16, 0)
@@ -91,7 +92,7 @@ def test_bad_calls_are_one_line(model, capsys, more, message):
 def test_trees_are_verified_and_n_grams_stay_chains(model):
     status, result = verify(model, "--draft", "init", "--tree", "best8", "--dtypes", "float64")
     assert status == 0 and result is not None
-    assert [row["identical"] for row in result["rows"]] == [2, 2, 2]
+    assert [row["identical"] for row in result["rows"]] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,251 @@
+"""What choosing drafts by expert cost gives: `python -m infer.bench_ecospec [MODEL] --draft D`.
+
+Host seconds of a choice among many nodes at the dimensions of a large model, without a model. Then
+the same recorded rounds, in which all nodes of a tree were verified, under different choices: by
+confidence, by expert cost with each predictor, and with the routes that the verification really had
+(the most that a predictor could give). Then decodes of both kinds, at cache 0 and half.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dejax.ckpt.draft_state import resolve_draft
+from dejax.config import ModelConfig
+from dejax.spec.ecospec import PREDICTORS, Candidates, EcoConfig, ExpertCost, path_greedy
+from dejax.spec.expert_use import ExpertGrid, ExpertUse
+from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
+from dejax.target import read_outline
+from infer.arguments import DraftSpec, InputFile, OutputFile, Positional, PositiveInt, parse
+from infer.console import print_table
+from infer.link import parse_link
+from infer.loading import load_shown
+from infer.output import report
+from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
+from infer.report import rounds_of
+from infer.suite import Result, Run, Suite, run_all
+from infer.trace import Round
+
+WHOLE, KEPT = "2x3", "best8"
+"""The tree that is recorded, and the one that is decoded with: the best 8 nodes of the other."""
+MOST = 8
+COSTS = (0.3, 1.0, 3.0)
+SIZES = (4, 5, 6)
+"""Trees by confidence that are as small as those by expert cost come out."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of the measurement."""
+
+    draft: DraftSpec
+    """Draft experts."""
+    model: Positional[str] = "tiny"
+    """A model, as for `dejax generate`."""
+    prompts: InputFile | None = None
+    """Prompts as JSON lines; those that come with dejax unless given."""
+    max_new_tokens: PositiveInt = 64
+    """New tokens of a prompt at most."""
+    repeats: PositiveInt = 1
+    """How often all decodes are made; their median counts."""
+    json: OutputFile | None = None
+    """Write the result here as JSON; - is standard output."""
+
+
+def choosing_seconds(*, repeats: int = 50) -> list[dict[str, Any]]:
+    """Median seconds of choosing 16 of 64 nodes, 58 layers of 256 experts, top-8.
+
+    A node shares a part of its experts with its parent; with none all costs differ, which is the
+    most work there is.
+    """
+    layers, experts, top_k, count, most = 58, 256, 8, 64, 16
+    generator = np.random.default_rng(0)
+    parents = full_tree(2, 6)[:count]
+    result = []
+    for shared in (0.0, 0.5):
+        routes: list[np.ndarray] = []
+        gains: list[float] = []
+        for parent in parents:
+            drawn = generator.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)[:, :top_k]
+            own = (drawn + experts * np.arange(layers)[:, None]).ravel()
+            if parent:
+                kept = generator.random(own.size) < shared
+                own = np.where(kept, routes[parent - 1], own)
+            routes.append(own)
+            gains.append(generator.beta(3, 1) * (gains[parent - 1] if parent else 1.0))
+        price = 1.0 / (layers * top_k)
+        nodes = Candidates(parents, np.array(gains), np.array(routes, np.int32), 2.0, price)
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            chosen = path_greedy(nodes, most)
+            seconds.append(time.perf_counter() - began)
+        median = statistics.median(seconds)
+        result.append({"shared": shared, "chosen": len(chosen), "seconds": median})
+    return result
+
+
+def replayed(
+    traces: Sequence[Sequence[Round]],
+    config: ModelConfig,
+    choose: Callable[[Sequence[Node], Paid, ExpertUse], Collection[int]],
+    *,
+    true_routes: bool = False,
+) -> dict[str, float]:
+    """Recorded rounds, each with all nodes verified, had only the chosen ones been.
+
+    Nothing is cached. Where a choice accepts less, the recorded rounds still go on from where they
+    did: all choices see the same rounds. `true_routes`: nodes are predicted to use what they used.
+    """
+    use = ExpertUse(ExpertGrid(config.moe_layers, config.moe.num_experts, config.moe.top_k))
+    tokens = nodes_verified = 0
+    unique: list[int] = []
+    for record in (record for trace in traces for record in rounds_of(trace)):
+        routes = record.rows_routes
+        if record.drafted:
+            # The passed rows are those with children, in order.
+            passed = sorted(set(record.parents))
+            predicted = dict(zip(passed, record.draft_routes, strict=False))
+            if true_routes:
+                predicted = dict(enumerate(routes))
+            kept = choose(
+                _nodes(record, predicted),
+                Paid(predicted[0], record.draft_used, frozenset(), record.draft_used),
+                use,
+            )
+            path = accepted_path(record.drafted, record.parents, record.emitted[: record.accepted])
+            accepted = next((i for i, row in enumerate(path) if row not in kept), len(path))
+            tokens += accepted + (len(record.emitted) > accepted)
+            nodes_verified += len(kept)
+            unique.append(len(frozenset().union(*(routes[row] for row in (0, *kept)))))
+            use.observe(
+                [0, *record.drafted],  # the pending token's own entry is that of its drafted row
+                routes,
+                (0, *path),
+            )
+    return {
+        "nodes": nodes_verified / len(unique),
+        "tokens_per_round": tokens / len(unique),
+        "unique_layer_experts": statistics.mean(unique),
+        "unique_per_token": sum(unique) / tokens,
+    }
+
+
+def _nodes(record: Round, predicted: dict[int, frozenset]) -> list[Node]:
+    nodes: list[Node] = []
+    deep = depths(record.parents)
+    for row, (token, parent, own) in enumerate(
+        zip(record.drafted, record.parents, record.confidences, strict=True), start=1
+    ):
+        confidence = min(own, 1.0) * (nodes[parent - 1].confidence if parent else 1.0)
+        routes = predicted.get(row)
+        nodes.append(Node(token, parent, int(deep[row]), own, confidence, routes))
+    return nodes
+
+
+def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict[str, Any]]:
+    """A row a choice, over the same recorded rounds."""
+    rows = []
+    for most in (2 * MOST, MOST, *SIZES):
+        name = f"confidence, {most}" if most < 2 * MOST else "all nodes"
+        choose = lambda nodes, paid, use, most=most: most_confident(nodes, most)  # noqa: E731
+        rows.append({"name": name} | replayed(traces, config, choose))
+    for predictor in (*PREDICTORS, "true routes"):
+        for cost in COSTS:
+            true = predictor == "true routes"
+            eco = EcoConfig(cost, "router" if true else predictor)  # pyright: ignore
+            choose = lambda nodes, paid, use, eco=eco: ExpertCost(eco, use)(nodes, MOST, paid)  # noqa: E731
+            found = replayed(traces, config, choose, true_routes=true)
+            rows.append({"name": f"expert cost {cost:g}, {predictor}"} | found)
+    return rows
+
+
+def runs() -> list[Run]:
+    """Autoregressive decoding, trees by confidence, and by expert cost, at cache 0 and half."""
+    tree: Any = dict(tree=KEPT, prefetch=True)
+    found = [Run("AR", "ar")]
+    found += [
+        Run(f"confidence, {t}", "draft-expert", **tree | dict(tree=t))
+        for t in (KEPT, *(f"{WHOLE}:{size}" for size in SIZES))
+    ]
+    found += [
+        Run(f"expert cost {cost:g}, {predictor}", "ecospec", **tree, **dict(zip(KEYS, (cost, predictor), strict=True)))
+        for predictor in PREDICTORS[::-1]
+        for cost in (COSTS if predictor == "router" else COSTS[:1])
+    ]
+    return [
+        replace(run, name=run.name + (", half cached" if cache else ""), cache=cache)
+        for cache in (0.0, 0.5)
+        for run in found
+    ]
+
+
+KEYS = ("expert_cost", "predictor")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the measurement."""
+    about = "Measure what choosing draft trees by expert cost gives."
+    args = parse(Arguments, argv, prog="python -m infer.bench_ecospec", description=about)
+    records = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
+    draft = resolve_draft(args.draft, read_outline(args.model))
+    choosing = choosing_seconds()
+    target = load_shown(args.model, "float32")
+    prompts = [(record["id"], ids) for record, ids in encode_prompts(target, records, chat=True)]
+    suite = Suite(target, draft, prompts, args.max_new_tokens, parse_link("real"))
+    whole = Run("all nodes", "draft-expert", tree=WHOLE, prefetch=True)
+    recorded, *decoded = run_all(suite, [whole, *runs()], repeats=args.repeats)
+    found = {
+        "choosing": choosing,
+        "choices": choices(recorded.traces, target.config),
+        "decodes": [_decode_row(result) for result in decoded],
+    }
+    report(args.json, found, lambda: _show(found))
+    return 0
+
+
+def _decode_row(result: Result) -> dict[str, Any]:
+    found = result.row["stats"]
+    moved = sum(kind["bytes"] for kind in found["loads"].values())
+    return {
+        "name": result.run.name,
+        "identical_to_ar": result.row["identical_to_ar"],
+        "nodes": found["drafted"] / found["rounds"],
+        "tokens_per_round": found["tokens_per_round"],
+        "unique_layer_experts": found["unique_layer_experts"],
+        "bytes_per_token": moved / found["emitted"],
+        "tps": statistics.median(result.rates()),
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    rows = [[f"{c['shared']:.0%}", c["chosen"], f"{c['seconds'] * 1e3:.2f}"] for c in found["choosing"]]
+    print_table(
+        "choosing 16 of 64 nodes, 58 layers of 256 experts, top-8",
+        ["experts shared with the parent", "nodes chosen", "ms"],
+        rows,
+        "medians, on the host",
+    )
+    names = ["nodes", "tokens_per_round", "unique_layer_experts"]
+    headings = ["nodes", "tokens a round", "unique experts"]
+    rows = [[r["name"], *(f"{r[k]:.2f}" for k in (*names, "unique_per_token"))] for r in found["choices"]]
+    print_table(
+        "the same recorded rounds under different choices",
+        ["choice", *headings, "a token"],
+        rows,
+        "unique layer-experts of a verification, nothing cached",
+    )
+    rows = [
+        [r["name"], *(f"{r[k]:.2f}" for k in names), f"{r['bytes_per_token'] / 1e6:.3f}", f"{r['tps']:.1f}"]
+        for r in found["decodes"]
+    ]
+    print_table("decodes", ["run", *headings, "MB a token", "tokens/s"], rows, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
