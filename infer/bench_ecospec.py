@@ -174,7 +174,12 @@ def runs() -> list[Run]:
         for t in (KEPT, *(f"{WHOLE}:{size}" for size in SIZES))
     ]
     found += [
-        Run(f"expert cost {cost:g}, {predictor}", "ecospec", **tree, **dict(zip(KEYS, (cost, predictor), strict=True)))
+        Run(
+            f"expert cost {cost:g}, {predictor}",
+            "ecospec",
+            **tree,
+            **dict(zip(KEYS, (cost, predictor), strict=True)),
+        )
         for predictor in PREDICTORS[::-1]
         for cost in (COSTS if predictor == "router" else COSTS[:1])
     ]
@@ -224,7 +229,9 @@ def _decode_row(result: Result) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    rows = [[f"{c['shared']:.0%}", c["chosen"], f"{c['seconds'] * 1e3:.2f}"] for c in found["choosing"]]
+    rows = [
+        [f"{c['shared']:.0%}", c["chosen"], f"{c['seconds'] * 1e3:.2f}"] for c in found["choosing"]
+    ]
     print_table(
         "choosing 16 of 64 nodes, 58 layers of 256 experts, top-8",
         ["experts shared with the parent", "nodes chosen", "ms"],
@@ -233,7 +240,10 @@ def _show(found: dict[str, Any]) -> None:
     )
     names = ["nodes", "tokens_per_round", "unique_layer_experts"]
     headings = ["nodes", "tokens a round", "unique experts"]
-    rows = [[r["name"], *(f"{r[k]:.2f}" for k in (*names, "unique_per_token"))] for r in found["choices"]]
+    rows = [
+        [r["name"], *(f"{r[k]:.2f}" for k in (*names, "unique_per_token"))]
+        for r in found["choices"]
+    ]
     print_table(
         "the same recorded rounds under different choices",
         ["choice", *headings, "a token"],
@@ -241,7 +251,12 @@ def _show(found: dict[str, Any]) -> None:
         "unique layer-experts of a verification, nothing cached",
     )
     rows = [
-        [r["name"], *(f"{r[k]:.2f}" for k in names), f"{r['bytes_per_token'] / 1e6:.3f}", f"{r['tps']:.1f}"]
+        [
+            r["name"],
+            *(f"{r[k]:.2f}" for k in names),
+            f"{r['bytes_per_token'] / 1e6:.3f}",
+            f"{r['tps']:.1f}",
+        ]
         for r in found["decodes"]
     ]
     print_table("decodes", ["run", *headings, "MB a token", "tokens/s"], rows, "")

@@ -27,9 +27,9 @@ from infer.timing import Pace
 from infer.trace import Round
 from infer.tree_drafter import TreePhase, check_tree
 
-Mode = Literal["ar", "top-r", "draft-expert", "n-gram", "ecospec"]
+Mode = Literal["ar", "top-r", "draft-expert", "n-gram", "ecospec", "moe-spec"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-DRAFT_MODES: tuple[Mode, ...] = ("draft-expert", "ecospec")
+DRAFT_MODES: tuple[Mode, ...] = ("draft-expert", "ecospec", "moe-spec")
 """Modes that need draft experts."""
 PATH_MODES: tuple[Mode, ...] = ("top-r", *DRAFT_MODES)
 """Modes whose drafter is a path through the target itself."""
@@ -41,9 +41,10 @@ class DecodeOptions:
 
     Attributes:
       mode: `ar`, `top-r` (shared + top-r routed experts as drafter), `draft-expert`, `n-gram`
-        (what followed the same tokens before), or `ecospec` (drafts of `draft-expert`, of which
-        those are verified that are worth their experts).
-      r: routed experts that the drafter keeps, in `top-r`, `draft-expert` and `ecospec`.
+        (what followed the same tokens before), `ecospec` (drafts of `draft-expert`, of which
+        those are verified that are worth their experts), or `moe-spec` (the same drafts, verified
+        with few experts: NOT lossless; the budget is the engine's).
+      r: routed experts that the drafter keeps, in the modes that draft with the target itself.
       prefetch: whether the draft router's predictions are prefetched.
       governor: whether drafting is switched off while it does not pay (`dejax.spec.governor`).
       tree: how the drafts of a path through the target branch; other drafts are chains.
@@ -123,8 +124,8 @@ def check_options(options: DecodeOptions, config: ModelConfig, *, drafts: bool) 
         return
     if drafts and options.mode not in DRAFT_MODES:
         raise UsageError(
-            f"mode {options.mode} takes no draft experts: give --draft only with draft-expert "
-            "or ecospec"
+            f"mode {options.mode} takes no draft experts: give --draft only with "
+            f"{', '.join(DRAFT_MODES)}"
         )
     if options.mode not in PATH_MODES:
         return
@@ -150,6 +151,8 @@ def make_drafter(engine: EngineLike, options: DecodeOptions) -> Drafter | Propos
         return None
     config = engine.target.config
     check_options(options, config, drafts=engine.draft is not None)
+    if (options.mode == "moe-spec") != (engine.budget is not None):
+        raise UsageError("a verification budget and mode moe-spec: give both or neither")
     if options.mode == "n-gram":
         return NGramProposer(config.eos_ids if options.stop_at_eos else ())
     return PathDrafter(engine, options.r)
@@ -196,6 +199,7 @@ class _Loop:
         self.rule = make_rule(options.rule, options.sampling, sample=sample, vocab_size=vocab_size)
         self.eos_ids = config.eos_ids if options.stop_at_eos else ()
         self.proposer = drafter if not isinstance(drafter, Drafter) else self._phase(drafter)
+        self.exact, self.approximate = 0, 0  # tokens with exact KV, rounds since they were all
         pace.begin()
 
     def _phase(self, drafter: Drafter) -> Proposer:
@@ -267,6 +271,7 @@ class _Loop:
         engine.begin()
         engine.residency.begin_round()
         result = engine.prefill(self.tokens)
+        self.exact = len(self.tokens)
         engine.residency.end_round()
         token = self.rule.choose(result.logits[0], position=len(self.tokens))
         emitted = self._emit([token])
@@ -291,6 +296,7 @@ class _Loop:
         began = time.perf_counter()
         committed = len(self.tokens)
         residency.begin_round()
+        self._recompute()
         resident = residency.resident()
         governed = self._keeps_plain()
         proposal = Proposal() if governed else self._draft()
@@ -338,9 +344,20 @@ class _Loop:
             device_seconds=clock.device,
             load_seconds=clock.loads,
             governed=governed,
+            rescued=result.rescued,
         )
         self._note(record, clock.loads - waited)
         return record
+
+    def _recompute(self) -> None:
+        """Of a lossy verification: the KV of what it committed, exactly, every so many rounds."""
+        budget = self.engine.budget
+        if budget is None or not budget.exact_every:
+            return
+        if self.approximate == budget.exact_every and self.exact < len(self.tokens) - 1:
+            self.engine.prefill(self.tokens[self.exact : -1], start=self.exact)
+            self.exact, self.approximate = len(self.tokens) - 1, 0
+        self.approximate += 1
 
     def _keeps_plain(self) -> bool:
         """Whether this round must not draft although it might: to measure, or because it is off."""

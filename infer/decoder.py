@@ -10,6 +10,7 @@ import numpy as np
 from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
+from dejax.spec.budget import VerifyBudget
 from dejax.spec.governor import Decision, Governor
 from dejax.target import Target
 from infer.callback_engine import CallbackEngine
@@ -104,6 +105,19 @@ def check_host_cache(name: str, size: int, host_cache: int | None) -> None:
         )
 
 
+def check_budget(engine: EngineName, budget: VerifyBudget | None, *, strict: bool) -> None:
+    """Refuses a verification budget where it cannot be kept.
+
+    Raises:
+      UsageError: another engine than `host`, or strict decoding.
+    """
+    if budget is not None and (engine != "host" or strict):
+        raise UsageError(
+            "a verification budget is for engine host, and not for --strict, which promises the "
+            "target's own logits"
+        )
+
+
 def _host_device() -> Any:
     """Where host memory is a device of its own; None on a CPU, which is the default device."""
     return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
@@ -155,11 +169,13 @@ class Decoder:
         capacity: int | None = None,
         store: ExpertStore | None = None,
         strict_rows: int | None = None,
+        verify_budget: VerifyBudget | None = None,
         on_decision: Callable[[Decision], None] = lambda decision: None,
     ):
         """A decoder of one target.
 
-        `strict_rows`: every target pass is padded to so many rows (`infer.strict`). `on_decision`
+        `strict_rows`: every target pass is padded to so many rows (`infer.strict`).
+        `verify_budget`: of mode moe-spec, whose tokens are not those of the target. `on_decision`
         is told what the governor of a decode with one makes of drafting.
         """
         if draft is not None and draft.identity != target.identity:
@@ -169,6 +185,7 @@ class Decoder:
             )
         offload = Offload() if offload is None else offload
         check_engine(offload.engine, strict=strict_rows is not None)
+        check_budget(offload.engine, verify_budget, strict=strict_rows is not None)
         context = target.config.context
         capacity = context if capacity is None else min(capacity, context)
         self.residency: Any
@@ -184,7 +201,8 @@ class Decoder:
             if offload.engine == "callback":
                 self.engine = CallbackEngine(*given)
             else:
-                self.engine = Engine(*given, look_ahead=offload.look_ahead, rows=strict_rows)
+                limits: Any = dict(rows=strict_rows, budget=verify_budget)
+                self.engine = Engine(*given, look_ahead=offload.look_ahead, **limits)
         self.offload = offload
         self._warm: set[tuple[int, int | None, int]] = set()
         self._on_decision = on_decision

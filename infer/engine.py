@@ -332,8 +332,7 @@ class Engine:
         ids, gates, scores = (np.array(part) for part in jax.device_get(routing))
         self.clock.device += time.perf_counter() - began
         resident = [expert for at, expert in self.residency.resident() if at == layer]
-        given = (part[:rows] for part in (ids, gates, scores))
-        found = restrict(*given, budget, resident=resident)
+        found = restrict(ids[:rows], gates[:rows], scores[:rows], budget, resident=resident)
         ids[:rows], gates[:rows] = found.ids, found.gates
         return (x, h, *jax.device_put((ids, gates)), routing[2], guess), found.rescued
 

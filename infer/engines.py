@@ -16,6 +16,7 @@ from dejax.ckpt.expert_codec import Packing
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.shapes import Pair
+from dejax.spec.budget import VerifyBudget
 from dejax.target import Target
 from infer.prefetch import Arrivals
 from infer.staging import DeviceForm
@@ -99,6 +100,9 @@ class EngineLike(Protocol):
     def capacity(self) -> int: ...
 
     @property
+    def budget(self) -> VerifyBudget | None: ...
+
+    @property
     def clock(self) -> Any: ...
 
     @property
@@ -106,7 +110,7 @@ class EngineLike(Protocol):
 
     def begin(self) -> None: ...
 
-    def prefill(self, tokens: Sequence[int]) -> Any: ...
+    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> Any: ...
 
     def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None: ...
 
@@ -143,14 +147,15 @@ class Watched:
         self._engine, self._on_logits = engine, on_logits
         self.target, self.residency, self.draft = engine.target, engine.residency, engine.draft
         self.capacity, self.clock, self.layout = engine.capacity, engine.clock, engine.layout
+        self.budget = engine.budget
         self.begin, self.warm_up, self.draft_row = engine.begin, engine.warm_up, engine.draft_row
         self.draft_level = engine.draft_level
         self._tree_logits: Any = ()
 
-    def prefill(self, tokens: Sequence[int]) -> Any:
+    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> Any:
         """As `Engine.prefill`."""
-        result = self._engine.prefill(tokens)
-        self._on_logits(len(tokens), result.logits[0])
+        result = self._engine.prefill(tokens, start=start)
+        self._on_logits(start + len(tokens), result.logits[0])
         return result
 
     def target_rows(

@@ -17,6 +17,7 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
+from dejax.spec.budget import VerifyBudget
 from dejax.spec.control import ControlConfig
 from dejax.spec.ecospec import EcoConfig
 from dejax.spec.governor import Decision
@@ -25,6 +26,7 @@ from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import CHAIN, TreeConfig
 from dejax.spec.tree_options import show_tree
 from dejax.target import Target, check_dtype, load_tokenizer, model_folder, read_outline
+from infer.approx_arguments import ApproxArguments
 from infer.arguments import (
     Bytes,
     DraftSpec,
@@ -36,7 +38,7 @@ from infer.arguments import (
 )
 from infer.console import progress, say
 from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode, check_options
-from infer.decoder import Decoder, Offload, check_host_cache
+from infer.decoder import Decoder, Offload, check_budget, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engines import DeviceCache, EngineName, device_cache_bytes
 from infer.generation import Generation, to_generation
@@ -77,6 +79,7 @@ def generate(
     tree: TreeConfig = CHAIN,
     rule: Rule = "match",
     eco: EcoConfig | None = None,
+    verify_budget: VerifyBudget | None = None,
     prefetch: bool = True,
     governor: bool = True,
     engine: EngineName = "host",
@@ -93,16 +96,18 @@ def generate(
     on_bad: OnBad | None = None,
     aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Generation]:
-    """Decodes prompts one after another; tokens do not depend on mode, caches, prefetch or link.
+    """Decodes prompts one after another.
+
+    Tokens do not depend on caches, prefetch or link, nor on the mode, but for "moe-spec".
 
     Args:
       target: from `dejax.load_target`.
       prompts: texts, token id lists, or records with `id` and `prompt`.
-      draft: draft experts (`dejax.load_draft`), for modes "draft-expert" and "ecospec".
-      mode: "ar", "top-r", "draft-expert", "n-gram" or "ecospec"; r: routed experts the drafter
-        keeps.
+      draft: draft experts (`dejax.load_draft`), for the modes `infer.decode.DRAFT_MODES`.
+      mode: as in `infer.decode.DecodeOptions`; r: routed experts the drafter keeps.
       control: draft length and stop rule; tree: how drafts branch; rule: how they are accepted.
       eco: what experts weigh in mode "ecospec".
+      verify_budget: of mode "moe-spec", the one mode whose tokens are not the target's own.
       governor: measure whether drafting pays, and do not draft while it does not. Not under the
         rules R1 to R3, whose runs could not be repeated: their tokens depend on what is drafted.
       engine: "host", "callback" or "resident" (`infer.engines`).
@@ -163,6 +168,7 @@ def generate(
                 offload=offload,
                 capacity=capacity,
                 strict_rows=rows,
+                verify_budget=verify_budget,
                 on_decision=on_decision,
             )
             stack.enter_context(decoder)
@@ -172,6 +178,7 @@ def generate(
         shown = show_tree(options.draft_tree) if options.branches else "chain"
         ran |= {"tree": shown, "rule": rule}
         ran |= vars(options.eco) if mode == "ecospec" else {}
+        ran |= {} if verify_budget is None else {"verify_budget": vars(verify_budget)}
         for index, (record, ids) in enumerate(encoded):
             watch = None if on_logits is None else partial(on_logits, index)
             seen = lambda round_, index=index: on_round(index, round_)  # noqa: E731
@@ -194,7 +201,7 @@ class Arguments:
     skip_bad: bool = False
     """Leave out, and count, prompts that cannot be decoded or that fail, rather than stop."""
     mode: Mode = "ar"
-    """How to decode: ar, or drafts of top-r, draft experts or n-grams of the text; same tokens."""
+    """How to decode: ar, or by drafts; all but moe-spec give the same tokens."""
     draft: DraftSpec | None = None
     """Draft experts for draft-expert and ecospec: a folder from `dejax distill`, or untrained."""
     governor: bool = True
@@ -202,6 +209,7 @@ class Arguments:
     memory: Bytes = None
     """One budget for all of a converted target's decode, such as 6GiB, in place of the caches."""
     decoding: DecodingArguments = DecodingArguments()
+    approx: ApproxArguments = ApproxArguments()
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What weights are held in; computation is in float32 at least."""
     trace: OutputFile | None = None
@@ -239,9 +247,13 @@ class Arguments:
             ("--tree", given.tree != plain.tree, PATH_MODES),
             ("--expert-cost", given.expert_cost != plain.expert_cost, ("ecospec",)),
             ("--predictor", given.predictor != plain.predictor, ("ecospec",)),
+            ("--approx-verify-budget", self.approx.budget is not None, ("moe-spec",)),
         ):
             if set_ and mode not in modes:
                 raise UsageError(f"{name} is for --mode {' or '.join(modes)}, not {mode}")
+        if mode == "moe-spec" and self.approx.budget is None:
+            raise UsageError("--mode moe-spec needs --approx-verify-budget: experts a layer")
+        check_budget(given.engine, self.approx.budget, strict=given.strict)
         check_strict(given.options(mode).draft_tree, strict=given.strict)
 
     def check(self) -> Draft | None:
@@ -337,6 +349,11 @@ def main(argv: list[str]) -> int:
     memory = None if args.memory is None else args.plan(prompts, draft)
     if memory is not None:
         say(f"memory: {memory.describe()}")
+    if args.approx.budget is not None:
+        say(
+            f"NOT lossless: verification uses {args.approx.budget.experts} experts a layer, so "
+            "tokens are not those of mode ar"
+        )
     target = load_shown(args.model, args.dtype)
     one = len(prompts) == 1 and sys.stdout.isatty() and str(args.json) != "-"
     most = min(args.decoding.max_new_tokens, target.config.context)
@@ -349,6 +366,7 @@ def main(argv: list[str]) -> int:
             mode=args.mode,
             governor=args.governor,
             memory=memory,
+            verify_budget=args.approx.budget,
             **args.decoding.given(),
             on_decision=say_decision,
             on_round=_Stream(target, prompts, bar, text=one),

@@ -53,7 +53,7 @@ def to_generation(
         text=text,
         finish_reason=str(trace[-1].finish_reason),
         mode=options.mode,
-        lossless=True,
+        lossless=options.mode != "moe-spec",
         stats=stats(trace) | ran,
         trace=trace,
         passed_through={k: v for k, v in prompt.items() if k not in ("id", "prompt")},

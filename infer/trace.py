@@ -45,6 +45,8 @@ class Round:
       device_seconds, load_seconds: of it, time waiting for jitted steps and for loads.
       governed: whether a mode that drafts was kept from it in this round, to measure an
         autoregressive step or because drafting does not pay.
+      rescued: rows, summed over layers, that a lossy verification left their top-1 in spite of its
+        budget (`dejax.spec.budget`).
     """
 
     kind: Literal["prefill", "round"]
@@ -71,6 +73,7 @@ class Round:
     device_seconds: float = 0.0
     load_seconds: float = 0.0
     governed: bool = False
+    rescued: int = 0
 
 
 def to_record(round_: Round) -> dict[str, Any]:

@@ -9,10 +9,7 @@ until it is the best rate. There is no bound on the nodes: with one the problem 
 import math
 from collections import deque
 
-import numpy as np
-
 from dejax.spec.ecospec import Candidates
-from dejax.spec.tree import depths
 
 
 def best_rate(candidates: Candidates) -> tuple[list[int], float]:
