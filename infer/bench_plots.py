@@ -112,11 +112,37 @@ def plot_dense_and_moe(rows: Sequence[dict[str, Any]], path: Path) -> None:
     _plot(path, list(lines.items()), "rows of the pass", "time over that of one row")
 
 
+def plot_budget(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Speed of a lossy verification, and its distance from the exact laws, by its budget."""
+    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    other = axes.twinx()
+    plain = {"select": "substitution", "weights": "compensate", "rank": "weight", "exact_every": 0}
+    chosen = [
+        row
+        for row in rows
+        if (budget := row["options"]["budget"]) and plain.items() <= budget.items()
+    ]
+    sizes = [row["options"]["budget"]["experts"] for row in chosen]
+    exact = next(row["ratio_to_ar"] for row in rows if row["mode"] == "draft-expert")
+    axes.plot(sizes, [row["ratio_to_ar"] for row in chosen], "o-", color=ACCENT, label="speed")
+    axes.axhline(exact, color=ACCENT, linestyle=":", label="speed, exact verification")
+    other.plot(sizes, [row["kl"] for row in chosen], "s-", color=INK, label="KL")
+    axes.set_xlabel("experts a layer that a verification may use (B)")
+    axes.set_ylabel("x autoregressive decoding")
+    other.set_ylabel("KL from the exact laws (nats)")
+    for each in (axes, other):
+        each.set_ylim(bottom=0)
+    figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
 PLOTS: dict[str, Callable[[Sequence[dict[str, Any]], Path], None]] = {
     "cache": plot_cache,
     "link": plot_links,
     "draft": plot_lengths,
     "verify": plot_widths,
+    "budget": plot_budget,
 }
 """The plot of a suite, if it has one."""
 

@@ -38,6 +38,9 @@ class Row:
       bytes_per_token: bytes of experts moved, as stored, over emitted tokens.
       accepted_per_expert_loaded: emitted tokens over experts moved.
       ratio_to_same_cache: tps over autoregressive decoding with the same cache (LRU).
+      kl, flip_rate: of a lossy verification, on equal prefixes: mean KL from the exact laws (nats),
+        share of rows whose likeliest token is another; perplexity: of what was emitted, under the
+        exact target; first_divergence: mean place of the first other token.
       prefetch_recall, prefetch_precision, shuffled_recall, shuffled_precision: as `infer.report`
         has them.
       seconds: of one thing where the row is about a step or a transfer, median.
@@ -67,6 +70,10 @@ class Row:
     unique_layer_experts: float | None = None
     bytes_per_token: float | None = None
     accepted_per_expert_loaded: float | None = None
+    kl: float | None = None
+    flip_rate: float | None = None
+    perplexity: float | None = None
+    first_divergence: float | None = None
     prefetch_recall: float | None = None
     prefetch_precision: float | None = None
     shuffled_recall: float | None = None
@@ -133,6 +140,10 @@ COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "cost_draft": ("draft/top-1", _times(1.0)),
     "unique_layer_experts": ("unique experts", _times(1.0)),
     "bytes_per_token": ("MB a token", _times(1e-6)),
+    "kl": ("KL", _times(1.0)),
+    "flip_rate": ("flips", format_percent),
+    "perplexity": ("perplexity", _times(1.0)),
+    "first_divergence": ("same tokens", _times(1.0)),
     "prefetch_recall": ("recall", format_percent),
     "prefetch_precision": ("precision", format_percent),
     "shuffled_recall": ("recall, shuffled", format_percent),

@@ -28,6 +28,7 @@ from infer.arguments import (
     choice,
     parse,
 )
+from infer.bench_budget import bench_budget, count_steps
 from infer.bench_decode import (
     LOADS,
     baselines,
@@ -56,7 +57,7 @@ from infer.synthetic import PREFIX, prompts_of_random_tokens, synthetic_config, 
 from train.distill_config import DistillConfig
 from train.step_cost import step_cost
 
-SUITES = ("link", "decode", "draft", "verify", "cache", "train")
+SUITES = ("link", "decode", "draft", "verify", "cache", "budget", "train")
 RANDOM_PROMPT = 32
 """Tokens of a prompt for a target without a tokenizer."""
 
@@ -72,7 +73,8 @@ class Arguments:
     """Arguments of `dejax bench`."""
 
     suite: Positional[Annotated[str, ParsedBy(choice(SUITES), "|".join(SUITES))]]
-    """What to measure: links, decoding, passes of drafting and of verification, cache sizes, or a
+    """What to measure: links, decoding, passes of drafting and of verification, cache sizes,
+    what a lossy verification costs, or a
     step of distillation."""
     model: Model = "tiny"
     """A Hugging Face or converted folder, tiny, or synthetic:CONFIG[:layers=N] (random weights of a
@@ -253,6 +255,16 @@ def _bench_draft(args: Arguments) -> Found:
     return rows + more, limits, bad
 
 
+def _bench_budget(args: Arguments) -> Found:
+    if args.draft is None:
+        raise UsageError("bench budget verifies drafts of draft experts: give --draft")
+    suite = _with_link(args, _target(args))
+    store = expert_store(suite.target, Offload(link=suite.link))
+    say("NOT lossless: under a budget, tokens are not those of autoregressive decoding")
+    with progress("budget", count_steps(suite, args.repeats), "runs") as bar:
+        return bench_budget(suite, store, repeats=args.repeats, bar=bar), {}, []
+
+
 def _bench_train(args: Arguments) -> Found:
     model = _config(args)
     length = min(256, model.context)
@@ -288,5 +300,6 @@ _SUITES: dict[str, Callable[[Arguments], Found]] = {
     "draft": _bench_draft,
     "verify": _bench_verify,
     "cache": _bench_cache,
+    "budget": _bench_budget,
     "train": _bench_train,
 }

@@ -48,6 +48,7 @@ ABOUT = {
     "cache": "Decoding by the share of experts that the device holds.",
     "draft": "Drafting: one pass, and decoding by the longest draft.",
     "verify": "Verification: one pass of the target by its rows.",
+    "budget": "Verification under a budget (mode moe-spec). **Not lossless.**",
     "train": "A step of distillation beside the frozen target's forward pass.",
 }
 
