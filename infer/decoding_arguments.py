@@ -108,7 +108,7 @@ class DecodingArguments:
     """Probability (0 to 1) with which controller random keeps a drafted token."""
     tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
     """Drafts of path modes as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
-    expert_cost: NonNegativeFloat = 1.0
+    expert_cost: NonNegativeFloat = 0.3
     """Mode ecospec: what a token's experts cost beside the rest of a round; 0: by confidence."""
     predictor: Predictor = "router"
     """Mode ecospec: experts by the draft router, by token id (table), or of the last token."""

@@ -57,7 +57,7 @@ class Run:
     temperature: float = 0.0
     look_ahead: bool = False
     tree: str = "chain"
-    expert_cost: float = 1.0
+    expert_cost: float = 0.3
     predictor: str = "router"
 
     @property
