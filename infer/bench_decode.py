@@ -14,7 +14,7 @@ from infer.bench_rows import Row, spread
 from infer.decode import PATH_MODES
 from infer.memory import peak_rss
 from infer.report import identity, rounds_of
-from infer.suite import Result, Run, Suite, run_all
+from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
@@ -33,6 +33,7 @@ def baselines(top_k: int) -> list[Run]:
         Run("AR, half cached (LRU)", "ar", cache=0.5),
         Run(f"AR, half cached (LRU), {LOOK}", "ar", cache=0.5, look_ahead=True),
         Run("n-gram, K=6", "n-gram", draft_length=6),
+        Run("n-gram, K=6, governed", "n-gram", draft_length=6, governor=True),
     ]
     runs += [
         Run(f"top-{r}, K={k}", "top-r", r=r, draft_length=k)
@@ -63,6 +64,14 @@ def drafting() -> list[Run]:
             **FULL,
         ),
         *(Run(f"draft-expert, tree {t}, prefetch", mode, prefetch=True, tree=t) for t in TREES),
+        Run("draft-expert, K=6, prefetch, governed", mode, governor=True, **FULL),
+        Run(
+            "draft-expert, K=6, half cached, prefetch, governed",
+            mode,
+            cache=0.5,
+            governor=True,
+            **FULL,
+        ),
         *_by_expert_cost(),
     ]
 
@@ -108,6 +117,23 @@ def over_links(loads: float, *, drafts: bool) -> list[Run]:
     return [replace(run, name=f"{run.name}, {name}") for run in runs]
 
 
+def half_cached(*, drafts: bool) -> list[Run]:
+    """What is compared where a cache of half the experts leaves loads that are worth hiding."""
+    name = f"loads {LOAD_TO_COMPUTE:g} x computation when half cached"
+    runs = [Run("AR", "ar"), Run("AR, half cached (LRU)", "ar", cache=0.5)]
+    if drafts:
+        ways: dict[str, dict[str, Any]] = {
+            "K=6": {},
+            "K=4": dict(draft_length=4),
+            "K=6, surer than 0.5": dict(budget="off", tau=0.5),
+            "K=6, cost": dict(controller="cost"),
+        }
+        for way, options in ways.items():
+            run = Run(f"draft-expert, half cached, {way}", "draft-expert", cache=0.5)
+            runs.append(replace(run, **_full(**options)))
+    return [replace(run, name=f"{run.name}, {name}") for run in runs]
+
+
 LOADS = (0.3, 1.0, 3.0, 10.0)
 """How many times its computation a step's loads take, over the links of `over_links`."""
 
@@ -124,16 +150,57 @@ def bench_decode(
 ) -> tuple[list[Row], list[Result]]:
     """Decodes every run `repeats` times; a row a run, and what the runs gave."""
     results = run_all(suite, runs, repeats=repeats)
-    return [_row(suite, result, results, limits) for result in results], results
+    rows = [_row(suite, result, results, limits) for result in results]
+    for result in results:
+        if result.run.governor:
+            rows += _by_kind(suite, result, results)
+    return rows, results
+
+
+def _plain(run: Run, results: Sequence[Result], cache: float) -> Result | None:
+    """Autoregressive decoding at the temperature of `run`, with a cache of its own."""
+    same = (
+        other
+        for other in results
+        if other.run.mode == "ar"
+        and not other.run.look_ahead
+        and other.run.temperature == run.temperature
+        and other.run.cache == cache
+    )
+    return next(same, None)
+
+
+def _by_kind(suite: Suite, result: Result, results: Sequence[Result]) -> list[Row]:
+    """A governed run on each kind of prompt: what it must not lose, it must lose nowhere."""
+    base = _plain(result.run, results, result.run.cache)
+    rows: list[Row] = []
+    if base is None:
+        return rows
+    for kind in dict.fromkeys(suite.kinds):
+        mine = [index for index, of in enumerate(suite.kinds) if of == kind]
+        rates = result.rates(mine)
+        ratio = statistics.median(rates) / statistics.median(base.rates(mine))
+        rows.append(
+            Row(
+                name=f"{result.run.name}: {kind}",
+                model=suite.target.name,
+                mode=result.run.mode,
+                options=result.row["options"] | {"kind": kind, "prompts": len(mine)},
+                link=suite.link.describe(),
+                simulated=suite.link.simulated,
+                tps=statistics.median(rates),
+                ratio_to_same_cache=ratio,
+                repeats=len(rates),
+                spread=spread(rates),
+            )
+        )
+    return rows
 
 
 def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits) -> Row:
     run, found = result.run, result.row["stats"]
-    reference = next(
-        other
-        for other in results
-        if other.run.is_reference and other.run.temperature == run.temperature
-    )
+    reference, same = _plain(run, results, 0.0), _plain(run, results, run.cache)
+    assert reference is not None
     ar = reference.row["stats"]
     rates = result.rates()
     tps = statistics.median(rates)
@@ -169,6 +236,7 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         simulated=suite.link.simulated,
         tps=tps,
         ratio_to_ar=tps / statistics.median(reference.rates()),
+        ratio_to_same_cache=tps / statistics.median(same.rates()) if same else None,
         limit_tps=limit,
         share_of_limit=None if limit is None else tps / limit,
         link_utilisation=_share(moved, rate and rate * found["decode_seconds"]),
@@ -186,6 +254,8 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         accepted_per_expert_loaded=_share(found["emitted"], count),
         prefetch_recall=found["prefetch_recall"],
         prefetch_precision=found["prefetch_precision"],
+        shuffled_recall=found["shuffled_recall"],
+        shuffled_precision=found["shuffled_precision"],
         peak_rss_bytes=peak_rss(),
         repeats=len(rates),
         spread=spread(rates),

@@ -18,7 +18,14 @@ import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import ModelConfig
-from dejax.spec.ecospec import PREDICTORS, Candidates, EcoConfig, ExpertCost, path_greedy
+from dejax.spec.ecospec import (
+    PREDICTORS,
+    Candidates,
+    EcoConfig,
+    ExpertCost,
+    Predictor,
+    path_greedy,
+)
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
 from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
 from dejax.target import read_outline
@@ -148,7 +155,8 @@ def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict
     for most in (MOST, *SIZES):
         found = replayed(traces, config, lambda nodes, paid, use, n=most: most_confident(nodes, n))
         rows.append({"name": f"confidence, {most}"} | found)
-    for true, predictor in (*((False, name) for name in PREDICTORS[::-1]), (True, "router")):
+    known: list[tuple[bool, Predictor]] = [(False, predictor) for predictor in PREDICTORS[::-1]]
+    for true, predictor in (*known, (True, "router")):
         for cost in COSTS:
             eco = EcoConfig(cost, predictor)
             found = replayed(

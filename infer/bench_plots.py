@@ -62,7 +62,8 @@ def plot_cache(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def plot_links(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Tokens a second by the rate of the link."""
-    lines = lines_of([r for r in rows if r["tps"]], "link_bytes_per_second", "tps")
+    plain = [r for r in rows if r["tps"] and not r["options"].get("cache")]
+    lines = lines_of(plain, "link_bytes_per_second", "tps")
     lines = [(name, [(x / 1e9, y) for x, y in points]) for name, points in lines]
     _plot(path, lines, "GB/s of the simulated link", "tokens per second", log=True)
 
@@ -81,7 +82,7 @@ def plot_widths(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("rows of the pass")
-    for cached, colour in (("nothing cached", ACCENT), ("all cached", INK)):
+    for cached, colour in (("nothing cached", ACCENT), ("all cached", INK), ("dense", INK)):
         chosen = [r for r in rows if r["name"].endswith(cached)]
         widths = [r["options"]["rows"] for r in chosen]
         if not chosen:
@@ -95,8 +96,20 @@ def plot_widths(rows: Sequence[dict[str, Any]], path: Path) -> None:
     right.set_ylabel("distinct layer-experts")
     for axes in (left, right):
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, frameon=False)
+        if axes.lines:
+            axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
+
+
+def plot_dense_and_moe(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """What a pass of dense models and of MoEs costs by its rows, everything resident (Figure 4)."""
+    lines: dict[str, list[tuple[Number, Number]]] = {}
+    for row in rows:
+        kind = row["name"].rsplit(", ", 1)[-1]
+        if kind != "nothing cached":
+            name = f"{row['model']}, {'dense' if kind == 'dense' else 'MoE'}"
+            lines.setdefault(name, []).append((row["options"]["rows"], row["cost_verify"]))
+    _plot(path, list(lines.items()), "rows of the pass", "time over that of one row")
 
 
 PLOTS: dict[str, Callable[[Sequence[dict[str, Any]], Path], None]] = {

@@ -37,7 +37,9 @@ class Row:
       unique_layer_experts: those that a round's target pass reads, mean.
       bytes_per_token: bytes of experts moved, as stored, over emitted tokens.
       accepted_per_expert_loaded: emitted tokens over experts moved.
-      prefetch_recall, prefetch_precision: as `infer.report` has them.
+      ratio_to_same_cache: tps over autoregressive decoding with the same cache (LRU).
+      prefetch_recall, prefetch_precision, shuffled_recall, shuffled_precision: as `infer.report`
+        has them.
       seconds: of one thing where the row is about a step or a transfer, median.
       bytes_per_second: of moved bytes.
       peak_rss_bytes: most memory that the process had resident, up to here.
@@ -53,6 +55,7 @@ class Row:
     simulated: bool = False
     tps: float | None = None
     ratio_to_ar: float | None = None
+    ratio_to_same_cache: float | None = None
     limit_tps: float | None = None
     share_of_limit: float | None = None
     link_utilisation: float | None = None
@@ -66,6 +69,8 @@ class Row:
     accepted_per_expert_loaded: float | None = None
     prefetch_recall: float | None = None
     prefetch_precision: float | None = None
+    shuffled_recall: float | None = None
+    shuffled_precision: float | None = None
     seconds: float | None = None
     bytes_per_second: float | None = None
     peak_rss_bytes: int | None = None
@@ -118,6 +123,7 @@ def _times(factor: float) -> Callable[[float], float]:
 COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "tps": ("tokens/s", _times(1.0)),
     "ratio_to_ar": ("x AR", _times(1.0)),
+    "ratio_to_same_cache": ("x AR, same cache", _times(1.0)),
     "share_of_limit": ("of limit", format_percent),
     "link_utilisation": ("link in use", format_percent),
     "load_share": ("waiting for loads", format_percent),
@@ -129,6 +135,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "bytes_per_token": ("MB a token", _times(1e-6)),
     "prefetch_recall": ("recall", format_percent),
     "prefetch_precision": ("precision", format_percent),
+    "shuffled_recall": ("recall, shuffled", format_percent),
+    "shuffled_precision": ("precision, shuffled", format_percent),
     "seconds": ("ms", _times(1e3)),
     "bytes_per_second": ("GB/s", _times(1e-9)),
     "spread": ("spread", format_percent),

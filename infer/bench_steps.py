@@ -33,9 +33,13 @@ def own_text(decoder: Decoder, suite: Suite) -> list[list[int]]:
 
 
 def bench_verify(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
-    """Seconds and experts of a target pass over 1 to 9 rows, nothing cached and all cached."""
+    """Seconds and experts of a target pass over 1 to 9 rows, nothing cached and all cached.
+
+    A dense target has nothing to cache.
+    """
     rows: list[Row] = []
-    for cached, cache in (("nothing cached", 0), ("all cached", None)):
+    moe: list[tuple[str, int | None]] = [("nothing cached", 0), ("all cached", None)]
+    for cached, cache in moe if suite.target.config.moe_layers else [("dense", None)]:
         offload = Offload(device_cache=cache, link=suite.link)
         with Decoder(
             suite.target, offload=offload, capacity=suite.capacity, store=store

@@ -8,14 +8,18 @@ A tree's acceptance_rate is at most depth / nodes: compare trees by alpha_pos an
 With P the pairs prefetched in a round and R those that verification required, were not resident at
 its start and were not loaded by the draft passes for themselves, prefetch_recall is |P n R| / |R|
 and prefetch_precision |P n required| / |P|, each summed over rounds before dividing.
+shuffled_recall and shuffled_precision are those of a control: every round is given what was
+prefetched in another one, so they say how much of the two any guess of that size would reach.
 
 governed_rounds are rounds in which a mode that drafts was kept from it (`infer.trace.Round`); they
 count as rounds everywhere else too.
 """
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dejax.shapes import Pair
 from dejax.spec.tree import accepted_path, is_chain
 from infer.trace import Round
 
@@ -77,13 +81,31 @@ def acceptance_by_rank(rounds: Iterable[Round]) -> list[float]:
 
 def prefetch_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
     """Recall and precision of prefetching over rounds."""
+    return _quality([(record, record.prefetched) for record in rounds])
+
+
+def shuffled_quality(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
+    """Recall and precision if every round had been given the prefetches of another one.
+
+    In an order that has nothing to do with theirs, and is always the same.
+    """
+    guesses = [record.prefetched for record in rounds if record.prefetched]
+    if len(guesses) < 2:
+        return None, None
+    others = iter(random.Random(0).sample(guesses, len(guesses)))
+    return _quality([(r, next(others) if r.prefetched else frozenset()) for r in rounds])
+
+
+def _quality(
+    given: Sequence[tuple[Round, frozenset[Pair]]],
+) -> tuple[float | None, float | None]:
     hits = needed = used = predicted = 0
-    for record in rounds:
+    for record, guess in given:
         missing = record.required - record.resident - record.draft_used
-        hits += len(record.prefetched & missing)
+        hits += len(guess & missing)
         needed += len(missing)
-        used += len(record.prefetched & record.required)
-        predicted += len(record.prefetched)
+        used += len(guess & record.required)
+        predicted += len(guess)
     return (_ratio(hits, needed) if predicted else None), _ratio(used, predicted)
 
 
@@ -111,6 +133,7 @@ def stats(trace: Sequence[Round]) -> dict[str, Any]:
     emitted = sum(len(r.emitted) for r in rounds)
     decode_seconds = sum(r.total_seconds for r in rounds)
     recall, precision = prefetch_quality(rounds)
+    shuffled_recall, shuffled_precision = shuffled_quality(rounds)
     waiting = sum(r.device_seconds + r.load_seconds for r in rounds)
     passes = sum(r.draft_passes for r in rounds)
     drafting = [r for r in rounds if r.drafted]
@@ -127,6 +150,8 @@ def stats(trace: Sequence[Round]) -> dict[str, Any]:
         "draft_layer_experts": _mean([len(r.draft_used) for r in drafting]),
         "prefetch_recall": recall,
         "prefetch_precision": precision,
+        "shuffled_recall": shuffled_recall,
+        "shuffled_precision": shuffled_precision,
         "loads": loads_by_kind(rounds),
         "prefill_loads": loads_by_kind(r for r in trace if r.kind == "prefill"),
         "prefill_seconds": sum(r.total_seconds for r in trace if r.kind == "prefill"),

@@ -5,7 +5,7 @@ and the rows that tables and plots are made of. Every number of a row comes from
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -42,6 +42,7 @@ class Run:
       look_ahead: whether target passes ask for what the next layer will probably use.
       tree: how drafts branch, by name (`dejax.spec.tree_options`).
       expert_cost, predictor: of mode ecospec (`dejax.spec.ecospec`).
+      governor: whether drafting is switched off while it does not pay.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Run:
     tree: str = "chain"
     expert_cost: float = 0.3
     predictor: str = "router"
+    governor: bool = False
 
     @property
     def place(self) -> tuple[bool, float, bool]:
@@ -84,6 +86,7 @@ class Run:
             tree=parse_tree(self.tree),
             eco=EcoConfig(self.expert_cost, self.predictor),  # pyright: ignore[reportArgumentType]
             stop_at_eos=stop_at_eos,
+            governor=self.governor,
         )
 
     @property
@@ -116,7 +119,10 @@ def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
 
 @dataclass(frozen=True)
 class Suite:
-    """A target with its prompts (ids and token ids), and the link its experts cross."""
+    """A target with its prompts (ids and token ids), and the link its experts cross.
+
+    `kinds`: what kind of text each prompt asks for, where that is known.
+    """
 
     target: Target
     draft: Draft | None
@@ -124,6 +130,7 @@ class Suite:
     max_new_tokens: int
     link: Link
     stop_at_eos: bool = False
+    kinds: Sequence[str] = ()
 
     @property
     def capacity(self) -> int:
@@ -165,10 +172,14 @@ class Result:
         """Of the first repeat."""
         return self.repeats[0]
 
-    def rates(self) -> list[float]:
-        """Tokens a second of every repeat, prefill excluded."""
-        joined = ([record for trace in traces for record in trace] for traces in self.repeats)
-        return [stats(records)["decode_tps"] for records in joined]
+    def rates(self, prompts: Collection[int] | None = None) -> list[float]:
+        """Tokens a second of every repeat, prefill excluded; of some prompts, or of all."""
+        return [
+            stats(
+                [r for i, trace in enumerate(traces) if not prompts or i in prompts for r in trace]
+            )["decode_tps"]
+            for traces in self.repeats
+        ]
 
 
 def run_all(suite: Suite, runs: Sequence[Run], *, repeats: int = 1) -> list[Result]:
@@ -242,21 +253,32 @@ def _row(
 
 
 def choose_link(
-    target: Target, prompt: list[int], tokens: int = 24, *, loads: float = LOAD_TO_COMPUTE
+    target: Target,
+    prompt: list[int],
+    tokens: int = 24,
+    *,
+    loads: float = LOAD_TO_COMPUTE,
+    cache: float = 0.0,
 ) -> Link:
     """A simulated link on which an AR step's loads take `loads` times its compute.
 
-    The compute is measured here, with every expert on the device.
+    The compute is measured here, with every expert on the device; and what is moved, if a `cache`
+    holds a share of the experts.
     """
-    offload = Offload(device_cache=None)
-    store = expert_store(target, offload)
+    store = expert_store(target, Offload(device_cache=None))
     options = DecodeOptions(mode="ar", max_new_tokens=tokens, stop_at_eos=False)
-    with Decoder(target, offload=offload, capacity=len(prompt) + tokens, store=store) as decoder:
-        decoder.run(prompt, options)  # fills the device cache
-        rounds = rounds_of(decoder.run(prompt, options))
-    compute = statistics.median(record.total_seconds for record in rounds)
-    config = target.config
-    moved = config.routes_per_token * store.bytes_per_expert
+
+    def second_run(share: float) -> list[Round]:
+        suite = Suite(target, None, [("", prompt)], tokens, parse_link("real"))
+        with _decoder(suite, store, (False, share, False)) as decoder:
+            decoder.run(prompt, options)  # fills the device cache
+            return rounds_of(decoder.run(prompt, options))
+
+    compute = statistics.median(record.total_seconds for record in second_run(1.0))
+    moved = target.config.routes_per_token * store.bytes_per_expert
+    if cache:
+        rounds = second_run(cache)
+        moved = sum(load.bytes for record in rounds for load in record.loads) / len(rounds)
     rate = moved / (loads * compute) / 1e9
     return parse_link(f"sim:{rate:.2g}")
 

@@ -95,7 +95,8 @@ def compare_modes(
         modes.insert(1, ("top-r", None))
     if draft is not None:
         modes.append(("draft-expert", draft))
-        modes += [] if strict else [("ecospec", draft)]
+        if not strict:
+            modes.append(("ecospec", draft))
     found: dict[str, list[Generation]] = {}
     bits = {mode: Bits() for mode, _ in modes}
     for mode, given in modes:

@@ -35,6 +35,7 @@ from infer.bench_decode import (
     cache_sizes,
     draft_lengths,
     drafting,
+    half_cached,
     over_links,
     seeded,
 )
@@ -142,8 +143,8 @@ def _config(args: Arguments) -> ModelConfig:
     if args.model.startswith(PREFIX):
         return synthetic_config(args.model)
     config = read_outline(args.model).config
-    if not config.moe_layers:
-        raise UsageError(f"{args.model} has no MoE layers; bench needs a mixture of experts")
+    if not config.moe_layers and args.suite != "verify":
+        raise UsageError(f"{args.model} has no MoE layers; only bench verify takes a dense target")
     return config
 
 
@@ -155,23 +156,34 @@ def _target(args: Arguments) -> Target:
     return load_shown(args.model)
 
 
-def _with_link(args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE) -> Suite:
-    """Draft experts, prompts and link for a target; `loads` is for `--link auto`."""
+def _with_link(
+    args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE, cache: float = 0.0
+) -> Suite:
+    """Draft experts, prompts and link for a target; `loads`, `cache` are for `--link auto`."""
     draft = None if args.draft is None else resolve_draft(args.draft, target)
     if target.tokenizer is None:
         ids = prompts_of_random_tokens(target.config, args.count, RANDOM_PROMPT)
-        prompts = [(str(index), tokens) for index, tokens in enumerate(ids)]
+        prompts = [(str(index), tokens, "") for index, tokens in enumerate(ids)]
     else:
         records = read_prompts(args.prompts or DEMO_PROMPTS)
-        prompts = [(str(r["id"]), encode_prompt(target, r["prompt"])) for r in records]
+        prompts = [
+            (str(r["id"]), encode_prompt(target, r["prompt"]), str(r.get("category", "")))
+            for r in records
+        ]
     room = target.config.context - args.max_new_tokens
-    fits = [(name, ids) for name, ids in prompts if len(ids) <= room][: args.count]
+    fits = [prompt for prompt in prompts if len(prompt[1]) <= room][: args.count]
     if not fits:
         raise UsageError(f"no prompt fits the context of {target.config.context} tokens")
-    link = parse_link(args.link) if args.link != "auto" else None
-    link = link or choose_link(target, fits[0][1], loads=loads)
+    if not target.config.moe_layers:
+        link = parse_link("real")
+    elif args.link == "auto":
+        link = choose_link(target, fits[0][1], loads=loads, cache=cache)
+    else:
+        link = parse_link(args.link)
     say(f"{len(fits)} prompts of {args.max_new_tokens} new tokens; {link.describe()}")
-    return Suite(target, draft, fits, args.max_new_tokens, link)
+    named = [(name, ids) for name, ids, _ in fits]
+    kinds = tuple(kind for *_, kind in fits)
+    return Suite(target, draft, named, args.max_new_tokens, link, kinds=kinds if all(kinds) else ())
 
 
 def _bench_link(args: Arguments) -> Found:
@@ -184,6 +196,10 @@ def _bench_link(args: Arguments) -> Found:
         suite = _with_link(args, target, loads)
         runs = over_links(loads, drafts=suite.draft is not None)
         more, _, wrong = _decode(args, suite, runs)
+        rows, bad = rows + more, bad + wrong
+    if args.link == "auto":
+        suite = _with_link(args, target, cache=0.5)
+        more, _, wrong = _decode(args, suite, half_cached(drafts=suite.draft is not None))
         rows, bad = rows + more, bad + wrong
     return rows, {"expert_bytes": store.bytes_per_expert}, bad
 
@@ -221,7 +237,8 @@ def _bench_cache(args: Arguments) -> Found:
 def _bench_verify(args: Arguments) -> Found:
     suite = _with_link(args, _target(args))
     store = expert_store(suite.target, Offload(link=suite.link))
-    with progress("verify", 2 * len(suite.prompts), "prompts") as bar:
+    settings = 2 if suite.target.config.moe_layers else 1
+    with progress("verify", settings * len(suite.prompts), "prompts") as bar:
         return bench_verify(suite, store, bar=bar), {}, []
 
 

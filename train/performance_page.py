@@ -18,7 +18,7 @@ from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.paths import read_file
 from infer.arguments import InputFile, OutputFile, parse
-from infer.bench_plots import plot_suite
+from infer.bench_plots import plot_dense_and_moe, plot_suite
 from infer.bench_rows import COLUMNS
 from infer.console import say
 from infer.output import make_folder, write_whole
@@ -71,6 +71,9 @@ def read_result(file: Path) -> dict[str, Any]:
     try:
         result = json.loads(read_file(file, "a result of dejax bench"))
         assert result["suite"] in ABOUT and result["rows"]
+        for row in result["rows"]:
+            if row["model"].startswith("/"):
+                row["model"] = Path(row["model"]).name
     except (ValueError, KeyError, TypeError, AssertionError):
         raise UsageError(f"{file} is not a result of dejax bench; give its --json file") from None
     return result
@@ -115,8 +118,9 @@ def about_machine(result: dict[str, Any]) -> str:
     """One sentence on what a result was measured with."""
     machine, versions = result["machine"], result["versions"]
     where = f"{machine['cpus']} CPU cores" if machine["backend"] == "cpu" else machine["device"]
-    # Where the results went is nobody's business.
+    # Where the results went, and where models lie, is nobody's business.
     command = re.sub(r" --(json|out) \S+", "", result["command"])
+    command = re.sub(r"(?<=\s)/\S*/(?=[^/\s])", "", command)
     return (
         f"`{command}` on {where}, {format_bytes(machine['memory_bytes'])}, load "
         f"{machine['load_average'][0]:.1f} at the end, jax {versions['jax']}."
@@ -151,7 +155,22 @@ def page(results: Sequence[dict[str, Any]], folder: Path) -> str:
     for model, found in models.items():
         parts.append(f"## {model}")
         parts += [section(result, folder) for result in found]
+    parts += dense_and_moe(results, folder)
     return "\n\n".join(parts) + "\n"
+
+
+def dense_and_moe(results: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """What more rows cost a dense model and a MoE, where both were measured."""
+    rows = [row for result in results if result["suite"] == "verify" for row in result["rows"]]
+    if len({row["name"].endswith("dense") for row in rows}) < 2:
+        return []
+    path = folder / "dense-and-moe.png"
+    plot_dense_and_moe(rows, path)
+    about = (
+        "More rows make a pass of a mixture of experts dearer than one of a dense model, with "
+        "everything resident too: every row brings experts of its own (Figure 4)."
+    )
+    return ["## Dense and MoE", prose(about), f"![dense and MoE]({folder.name}/{path.name})"]
 
 
 def main(argv: list[str]) -> int:

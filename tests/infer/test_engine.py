@@ -171,7 +171,7 @@ def test_padding_rows_change_nothing(engine, monkeypatch):
         assert result.used == frozenset().union(*result.routes)
     monkeypatch.setattr(engine_module, "ROW_BUCKETS", (9,))
     close(verify(engine, tokens).logits, five.logits)
-    monkeypatch.setattr(engine, "_buckets", (SHAPES["shared"].moe.num_experts,))
+    monkeypatch.setattr(engine, "buckets", (SHAPES["shared"].moe.num_experts,))
     close(verify(engine, tokens).logits, five.logits)
 
 

@@ -14,6 +14,7 @@ from infer.report import (
     identity,
     loads_by_kind,
     rounds_of,
+    shuffled_quality,
     stats,
 )
 from infer.trace import Round
@@ -180,6 +181,19 @@ def test_depths_of_trees_count_where_something_was_drafted_below():
     assert acceptance_by_rank([deep, first, none]) == [(1 + 3) / (3 + 3), 1 / 3]
     ended = Round(**tree, accepted=2, emitted=(5,))  # the generation ended within the path
     assert alpha_by_position([ended]) == [1.0, 1.0]
+
+
+def test_the_control_has_the_prefetches_of_other_rounds():
+    rounds = [
+        Round(kind="round", committed=1, required=pairs(*needs), prefetched=pairs(*guess))
+        for needs, guess in [((0, 1), (0, 1)), ((), ()), ((2, 3), (2, 3)), ((0, 2), (0, 5))]
+    ]
+    found = stats(rounds)
+    assert found["prefetch_recall"] == 5 / 6 and found["prefetch_precision"] == 5 / 6
+    # Half of three on: the first is given {2, 3}, the third {0, 5}, the last {0, 1}.
+    assert shuffled_quality(rounds) == (1 / 6, 1 / 6)
+    assert (found["shuffled_recall"], found["shuffled_precision"]) == (1 / 6, 1 / 6)
+    assert shuffled_quality(rounds[:2]) == (None, None)
 
 
 def test_prefetches_without_use_have_precision_zero_and_no_prefetch_has_none():

@@ -254,7 +254,12 @@ def test_the_producer_keeps_the_law_and_the_consumer_does_not():
     assert distance(decoded_law(controlled("consumer"), replace=True), truth(3)) > 0.01
 
 
-SHAPES = [(0, 0), (0, 0, 0), (0, 1), (0, 0, 1), pytest.param((0, 0, 2), marks=pytest.mark.slow)]
+SHAPES = [
+    (0, 0),
+    (0, 0, 0),
+    (0, 1),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in [(0, 0, 1), (0, 0, 2)]),
+]
 
 
 @pytest.mark.parametrize("replace", [True, False], ids=["R2", "R3"])

@@ -11,6 +11,7 @@ from infer.bench_limits import Limits
 from infer.bench_plots import lines_of
 from infer.bench_rows import Row, spread
 from infer.synthetic import SHAPES
+from tests.train.dense_model import write_dense
 from train.bench import SUITES
 from train.performance_page import main as page
 
@@ -60,6 +61,9 @@ def test_every_suite_runs_and_makes_a_page(suite, tmp_path, capsys):
         assert row["options"].get("identical_to_ar", True)
         if row["mode"] == "ar" and row["ratio_to_ar"] is not None:
             assert (row["limit_tps"] or 1) > 0 and row["tokens_per_round"] == 1
+    if suite == "decode":
+        governed = [row for row in result["rows"] if row["name"].endswith("governed: chat")]
+        assert len(governed) == 3 and all(row["ratio_to_same_cache"] > 0 for row in governed)
     out = tmp_path / "performance.md"
     assert page(["--results", str(tmp_path / f"{suite}.json"), "--out", str(out)]) == 0
     text = out.read_text()
@@ -67,6 +71,21 @@ def test_every_suite_runs_and_makes_a_page(suite, tmp_path, capsys):
     assert ("**Simulated links**" in text) == any(row["simulated"] for row in result["rows"])
     for plot in (tmp_path / "performance").glob("*.png"):
         assert f"performance/{plot.name}" in text
+
+
+@pytest.mark.slow
+def test_a_dense_target_is_measured_beside_a_moe(tmp_path):
+    dense_folder = write_dense(tmp_path / "dense", max_position_embeddings=1024)
+    options = ["--count", "1", "--max-new-tokens", "12", "--repeats", "1"]
+    for model in ("tiny", str(dense_folder)):
+        out = str(tmp_path / model.replace("/", "-"))
+        assert main(["bench", "verify", "--model", model, *options, "--out", out]) == 0
+    files = [str(file) for file in tmp_path.glob("*/verify.json")]
+    assert page(["--results", *files, "--out", str(tmp_path / "performance.md")]) == 0
+    text = (tmp_path / "performance.md").read_text()
+    assert "## Dense and MoE" in text and str(dense_folder) not in text
+    assert (tmp_path / "performance" / "dense-and-moe.png").exists()
+    assert main(["bench", "decode", "--model", str(dense_folder), *options]) == 2
 
 
 @pytest.mark.slow
