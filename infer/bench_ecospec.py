@@ -156,7 +156,8 @@ def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict
         found = replayed(traces, config, lambda nodes, paid, use, n=most: most_confident(nodes, n))
         rows.append({"name": f"confidence, {most}"} | found)
     known: list[tuple[bool, Predictor]] = [(False, predictor) for predictor in PREDICTORS[::-1]]
-    for true, predictor in (*known, (True, "router")):
+    known.append((True, "router"))
+    for true, predictor in known:
         for cost in COSTS:
             eco = EcoConfig(cost, predictor)
             found = replayed(

@@ -15,9 +15,11 @@ from dejax.spec.rules import REJECTION
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
 from dejax.target import load_target
+from infer.arguments import parse
 from infer.bench_ecospec import replayed
 from infer.decode import DecodeOptions, check_options, decode, make_drafter
 from infer.decoder import Decoder, Offload, expert_store
+from infer.generate import Arguments
 from infer.report import rounds_of, stats
 from infer.timing import Pace
 from tests.families.configurations import FIRST
@@ -27,6 +29,7 @@ from tests.infer.random_target import draft_of, random_prompt, random_target, wi
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, seed=9)
 CAPACITY, ROWS = 96, 17
 COSTS = (1.0, 0.3, 3.0)
+ECO = ["--mode", "ecospec", "--draft", "init"]
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +175,31 @@ def test_rejection_rules_are_refused(rule):
     with pytest.raises(UsageError, match=f"rule {rule} would lose the target's law: mode ecospec"):
         DecodeOptions(mode="ecospec", rule=rule)
     DecodeOptions(mode="ecospec", rule="R4")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mode", "ecospec"], "--mode ecospec needs --draft"),
+        (["--expert-cost", "2"], "--expert-cost is for --mode ecospec, not ar"),
+        (
+            ["--mode", "top-r", "--predictor", "table"],
+            "--predictor is for --mode ecospec, not",
+        ),
+        ([*ECO, "--expert-cost", "-1"], "--expert-cost: '-1' is out of range"),
+        ([*ECO, "--predictor", "x"], "--predictor: 'x' is not one of persistence, table, router"),
+        ([*ECO, "--no-truncate", "--rule", "R1"], "rule R1 would lose the target's law: mode eco"),
+        ([*ECO, "--tree", "2x2", "--rule", "R2"], "rule R2 would lose the target's law: mode eco"),
+        ([*ECO, "--tree", "2x2", "--rule", "R3"], "rule R3 would lose the target's law: mode eco"),
+        ([*ECO, "--tree", "eagle:0"], "--tree: 'eagle:0': expected numbers from 1"),
+        ([*ECO, "--draft-length", "0"], "--draft-length: '0' is out of range"),
+        ([*ECO, "--strict"], "--strict is for chains"),
+    ],
+)
+def test_a_wrong_call_is_one_line(argv, message):
+    with pytest.raises(UsageError) as refused:
+        parse(Arguments, ["tiny", "--prompt", "x", *argv], prog="generate", description="")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_what_does_not_fit_the_target_is_refused(target, decoders):

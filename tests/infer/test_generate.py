@@ -33,7 +33,6 @@ STATS = {
     *("prefill_seconds", "decode_seconds", "decode_tps"),
 }
 TREE = ["--mode", "top-r", "--tree"]
-ECO = ["--mode", "ecospec", "--draft", "init"]
 SHORT = ControlConfig(draft_length=2)
 
 
@@ -404,20 +403,6 @@ PROMPT = ["--prompt", "x"]
             "nowhere does not exist; expected an adapter folder",
         ),
         ([*PROMPT, "--mode", "draft-expert", "--draft", "init:x"], "'x' is no seed"),
-        ([*PROMPT, "--mode", "ecospec"], "--mode ecospec needs --draft"),
-        ([*PROMPT, "--expert-cost", "2"], "--expert-cost is for --mode ecospec, not ar"),
-        ([*PROMPT, *TREE, "2x2", "--predictor", "table"], "--predictor is for --mode ecospec, not"),
-        ([*PROMPT, *ECO, "--expert-cost", "-1"], "--expert-cost: '-1' is out of range"),
-        ([*PROMPT, *ECO, "--predictor", "x"], "--predictor: 'x' is not one of persistence, table"),
-        (
-            [*PROMPT, *ECO, "--rule", "R1"],
-            "rule R1 would lose the target's law: mode ecospec drops",
-        ),
-        ([*PROMPT, *ECO, "--tree", "2x2", "--rule", "R2"], "rule R2 would lose the target's law"),
-        ([*PROMPT, *ECO, "--tree", "2x2", "--rule", "R3"], "rule R3 would lose the target's law"),
-        ([*PROMPT, *ECO, "--tree", "eagle:0"], "--tree: 'eagle:0': expected numbers from 1"),
-        ([*PROMPT, *ECO, "--draft-length", "0"], "--draft-length: '0' is out of range"),
-        ([*PROMPT, *ECO, "--strict"], "--strict is for chains"),
     ],
     ids=lambda value: " ".join(value[-2:])[:40] if isinstance(value, list) else "",
 )
