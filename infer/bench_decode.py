@@ -72,6 +72,17 @@ def drafting() -> list[Run]:
             governor=True,
             **FULL,
         ),
+        *_by_expert_cost(),
+    ]
+
+
+def _by_expert_cost() -> list[Run]:
+    """EcoSpec's tree beside the confidence tree of the same size, at cache 0 and half."""
+    tree: Any = dict(tree=TREES[1], prefetch=True)
+    return [
+        Run(f"ecospec, tree {TREES[1]}, prefetch", "ecospec", **tree),
+        Run(f"draft-expert, tree {TREES[1]}, half cached", "draft-expert", cache=0.5, **tree),
+        Run(f"ecospec, tree {TREES[1]}, half cached", "ecospec", cache=0.5, **tree),
     ]
 
 

@@ -6,6 +6,7 @@ confidence, by expert cost with each predictor, and with the routes that the ver
 (the most that a predictor could give). Then decodes of both kinds, at cache 0 and half.
 """
 
+import itertools
 import statistics
 import sys
 import time
@@ -17,7 +18,14 @@ import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import ModelConfig
-from dejax.spec.ecospec import PREDICTORS, Candidates, EcoConfig, ExpertCost, path_greedy
+from dejax.spec.ecospec import (
+    PREDICTORS,
+    Candidates,
+    EcoConfig,
+    ExpertCost,
+    Predictor,
+    path_greedy,
+)
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
 from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
 from dejax.target import read_outline
@@ -27,9 +35,9 @@ from infer.link import parse_link
 from infer.loading import load_shown
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
-from infer.report import rounds_of
 from infer.suite import Result, Run, Suite, run_all
 from infer.trace import Round
+from infer.units import format_percent
 
 WHOLE, KEPT = "2x3", "best8"
 """The tree that is recorded, and the one that is decoded with: the best 8 nodes of the other."""
@@ -103,33 +111,26 @@ def replayed(
     did: all choices see the same rounds. `true_routes`: nodes are predicted to use what they used.
     """
     use = ExpertUse(ExpertGrid(config.moe_layers, config.moe.num_experts, config.moe.top_k))
-    tokens = nodes_verified = 0
+    tokens = verified = 0
     unique: list[int] = []
-    for record in (record for trace in traces for record in rounds_of(trace)):
+    for before, record in (pair for trace in traces for pair in itertools.pairwise(trace)):
+        if not record.drafted:
+            continue
         routes = record.rows_routes
-        if record.drafted:
-            # The passed rows are those with children, in order.
-            passed = sorted(set(record.parents))
-            predicted = dict(zip(passed, record.draft_routes, strict=False))
-            if true_routes:
-                predicted = dict(enumerate(routes))
-            kept = choose(
-                _nodes(record, predicted),
-                Paid(predicted[0], record.draft_used, frozenset(), record.draft_used),
-                use,
-            )
-            path = accepted_path(record.drafted, record.parents, record.emitted[: record.accepted])
-            accepted = next((i for i, row in enumerate(path) if row not in kept), len(path))
-            tokens += accepted + (len(record.emitted) > accepted)
-            nodes_verified += len(kept)
-            unique.append(len(frozenset().union(*(routes[row] for row in (0, *kept)))))
-            use.observe(
-                [0, *record.drafted],  # the pending token's own entry is that of its drafted row
-                routes,
-                (0, *path),
-            )
+        # The rows that were passed are those with children.
+        predicted = dict(zip(sorted(set(record.parents)), record.draft_routes, strict=True))
+        if true_routes:
+            predicted = dict(enumerate(routes))
+        used = record.draft_used
+        kept = choose(_nodes(record, predicted), Paid(predicted[0], used, available=used), use)
+        path = accepted_path(record.drafted, record.parents, record.emitted[: record.accepted])
+        accepted = next((i for i, row in enumerate(path) if row not in kept), len(path))
+        tokens += accepted + (len(record.emitted) > accepted)
+        verified += len(kept)
+        unique.append(len(frozenset().union(*(routes[row] for row in (0, *kept)))))
+        use.observe([before.emitted[-1], *record.drafted], routes, (0, *path))
     return {
-        "nodes": nodes_verified / len(unique),
+        "nodes": verified / len(unique),
         "tokens_per_round": tokens / len(unique),
         "unique_layer_experts": statistics.mean(unique),
         "unique_per_token": sum(unique) / tokens,
@@ -151,46 +152,39 @@ def _nodes(record: Round, predicted: dict[int, frozenset]) -> list[Node]:
 def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict[str, Any]]:
     """A row a choice, over the same recorded rounds."""
     rows = []
-    for most in (2 * MOST, MOST, *SIZES):
-        name = f"confidence, {most}" if most < 2 * MOST else "all nodes"
-        choose = lambda nodes, paid, use, most=most: most_confident(nodes, most)  # noqa: E731
-        rows.append({"name": name} | replayed(traces, config, choose))
-    for predictor in (*PREDICTORS, "true routes"):
+    for most in (MOST, *SIZES):
+        found = replayed(traces, config, lambda nodes, paid, use, n=most: most_confident(nodes, n))
+        rows.append({"name": f"confidence, {most}"} | found)
+    known: list[tuple[bool, Predictor]] = [(False, predictor) for predictor in PREDICTORS[::-1]]
+    known.append((True, "router"))
+    for true, predictor in known:
         for cost in COSTS:
-            true = predictor == "true routes"
-            eco = EcoConfig(cost, "router" if true else predictor)  # pyright: ignore
-            choose = lambda nodes, paid, use, eco=eco: ExpertCost(eco, use)(nodes, MOST, paid)  # noqa: E731
-            found = replayed(traces, config, choose, true_routes=true)
-            rows.append({"name": f"expert cost {cost:g}, {predictor}"} | found)
+            eco = EcoConfig(cost, predictor)
+            found = replayed(
+                traces,
+                config,
+                lambda nodes, paid, use, eco=eco: ExpertCost(eco, use)(nodes, MOST, paid),
+                true_routes=true,
+            )
+            name = f"expert cost {cost:g}, {'true routes' if true else predictor}"
+            rows.append({"name": name} | found)
     return rows
 
 
 def runs() -> list[Run]:
     """Autoregressive decoding, trees by confidence, and by expert cost, at cache 0 and half."""
-    tree: Any = dict(tree=KEPT, prefetch=True)
     found = [Run("AR", "ar")]
-    found += [
-        Run(f"confidence, {t}", "draft-expert", **tree | dict(tree=t))
-        for t in (KEPT, *(f"{WHOLE}:{size}" for size in SIZES))
-    ]
-    found += [
-        Run(
-            f"expert cost {cost:g}, {predictor}",
-            "ecospec",
-            **tree,
-            **dict(zip(KEYS, (cost, predictor), strict=True)),
-        )
-        for predictor in PREDICTORS[::-1]
-        for cost in (COSTS if predictor == "router" else COSTS[:1])
-    ]
+    for size in (MOST, *SIZES):
+        way: Any = dict(tree=f"{WHOLE}:{size}", prefetch=True)
+        found.append(Run(f"confidence, {size}", "draft-expert", **way))
+    for cost, predictor in (*((c, "router") for c in COSTS), (0.3, "table"), (0.3, "persistence")):
+        way = dict(tree=KEPT, prefetch=True, expert_cost=cost, predictor=predictor)
+        found.append(Run(f"expert cost {cost:g}, {predictor}", "ecospec", **way))
     return [
         replace(run, name=run.name + (", half cached" if cache else ""), cache=cache)
         for cache in (0.0, 0.5)
         for run in found
     ]
-
-
-KEYS = ("expert_cost", "predictor")
 
 
 def main(argv: list[str]) -> int:
@@ -230,7 +224,8 @@ def _decode_row(result: Result) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     rows = [
-        [f"{c['shared']:.0%}", c["chosen"], f"{c['seconds'] * 1e3:.2f}"] for c in found["choosing"]
+        [format_percent(c["shared"]), c["chosen"], f"{c['seconds'] * 1e3:.2f}"]
+        for c in found["choosing"]
     ]
     print_table(
         "choosing 16 of 64 nodes, 58 layers of 256 experts, top-8",
@@ -240,10 +235,8 @@ def _show(found: dict[str, Any]) -> None:
     )
     names = ["nodes", "tokens_per_round", "unique_layer_experts"]
     headings = ["nodes", "tokens a round", "unique experts"]
-    rows = [
-        [r["name"], *(f"{r[k]:.2f}" for k in (*names, "unique_per_token"))]
-        for r in found["choices"]
-    ]
+    more = [*names, "unique_per_token"]
+    rows = [[r["name"], *(f"{r[k]:.2f}" for k in more)] for r in found["choices"]]
     print_table(
         "the same recorded rounds under different choices",
         ["choice", *headings, "a token"],
@@ -251,16 +244,14 @@ def _show(found: dict[str, Any]) -> None:
         "unique layer-experts of a verification, nothing cached",
     )
     rows = [
-        [
-            r["name"],
-            *(f"{r[k]:.2f}" for k in names),
-            f"{r['bytes_per_token'] / 1e6:.3f}",
-            f"{r['tps']:.1f}",
-        ]
+        [r["name"], *(f"{r[k]:.2f}" for k in names)]
+        + [f"{r['bytes_per_token'] / 1e6:.3f}", f"{r['tps']:.1f}"]
         for r in found["decodes"]
     ]
-    print_table("decodes", ["run", *headings, "MB a token", "tokens/s"], rows, "")
+    wrong = [r["name"] for r in found["decodes"] if not r["identical_to_ar"]]
+    note = f"not the tokens of AR: {', '.join(wrong)}" if wrong else "all have the tokens of AR"
+    print_table("decodes", ["run", *headings, "MB a token", "tokens/s"], rows, note)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from infer.arguments import (
     non_negative_int,
     number,
 )
-from infer.decode import DecodeOptions, Mode
+from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode
 from infer.engines import DeviceCache, EngineName, check_engine
 from infer.link import parse_link
 from infer.tree_drafter import check_strict
@@ -108,7 +108,7 @@ class DecodingArguments:
     """Probability (0 to 1) with which controller random keeps a drafted token."""
     tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
     """Drafts of path modes as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
-    expert_cost: NonNegativeFloat = 1.0
+    expert_cost: NonNegativeFloat = 0.3
     """Mode ecospec: what a token's experts cost beside the rest of a round; 0: by confidence."""
     predictor: Predictor = "router"
     """Mode ecospec: experts by the draft router, by token id (table), or of the last token."""
@@ -135,6 +135,26 @@ class DecodingArguments:
         self.options("top-r")  # its own checks
         check_engine(self.engine, strict=self.strict)
         check_strict(parse_tree(self.tree), strict=self.strict)
+
+    def check_mode(self, mode: Mode, *, drafts: bool) -> None:
+        """Refuses options that would do nothing in a mode; `drafts`: whether --draft is given.
+
+        Raises:
+          UsageError: there is one, or the mode needs --draft.
+        """
+        if mode in DRAFT_MODES and not drafts:
+            raise UsageError(f"--mode {mode} needs --draft: an adapter folder, or init[:SEED]")
+        plain, eco = DecodingArguments(), ("ecospec",)
+        for name, given, modes in (
+            ("--draft", drafts, DRAFT_MODES),
+            ("--r", self.r != plain.r, PATH_MODES),
+            ("--tree", self.tree != plain.tree, PATH_MODES),
+            ("--expert-cost", self.expert_cost != plain.expert_cost, eco),
+            ("--predictor", self.predictor != plain.predictor, eco),
+        ):
+            if given and mode not in modes:
+                raise UsageError(f"{name} is for --mode {' or '.join(modes)}, not {mode}")
+        check_strict(self.options(mode).draft_tree, strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:

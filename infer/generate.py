@@ -37,7 +37,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import progress, say
-from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode, check_options
+from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_budget, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engines import DeviceCache, EngineName, device_cache_bytes
@@ -222,7 +222,10 @@ class Arguments:
             raise UsageError("give either --prompt TEXT or --prompts FILE")
         if self.skip_bad and self.prompts is None:
             raise UsageError("--skip-bad is for --prompts FILE")
-        self._check_mode()
+        self.decoding.check_mode(self.mode, drafts=self.draft is not None)
+        if (self.mode == "moe-spec") != (self.approx.budget is not None):
+            raise UsageError("--mode moe-spec and --approx-verify-budget N: give both or neither")
+        check_budget(self.decoding.engine, self.approx.budget, strict=self.decoding.strict)
         if self.memory is not None:
             cached = self.decoding.device_cache, self.decoding.host_cache
             if cached != ("auto", None):
@@ -235,26 +238,6 @@ class Arguments:
             raise UsageError("--prompt is not UTF-8 text")
         if self.trace is not None and str(self.trace) == "-":
             raise UsageError("--trace: expected a file, not standard output")
-
-    def _check_mode(self) -> None:
-        """Refuses options of other modes, which would do nothing."""
-        mode, plain, given = self.mode, DecodingArguments(), self.decoding
-        if self.draft is None and mode in DRAFT_MODES:
-            raise UsageError(f"--mode {mode} needs --draft: an adapter folder, or init[:SEED]")
-        for name, set_, modes in (
-            ("--draft", self.draft is not None, DRAFT_MODES),
-            ("--r", given.r != plain.r, PATH_MODES),
-            ("--tree", given.tree != plain.tree, PATH_MODES),
-            ("--expert-cost", given.expert_cost != plain.expert_cost, ("ecospec",)),
-            ("--predictor", given.predictor != plain.predictor, ("ecospec",)),
-            ("--approx-verify-budget", self.approx.budget is not None, ("moe-spec",)),
-        ):
-            if set_ and mode not in modes:
-                raise UsageError(f"{name} is for --mode {' or '.join(modes)}, not {mode}")
-        if mode == "moe-spec" and self.approx.budget is None:
-            raise UsageError("--mode moe-spec needs --approx-verify-budget: experts a layer")
-        check_budget(given.engine, self.approx.budget, strict=given.strict)
-        check_strict(given.options(mode).draft_tree, strict=given.strict)
 
     def check(self) -> Draft | None:
         """The draft experts, once all is known to fit the target, of which no weight is read.

@@ -41,8 +41,8 @@ class Run:
       cache: share of the target's experts that the device cache holds (0 to 1).
       look_ahead: whether target passes ask for what the next layer will probably use.
       tree: how drafts branch, by name (`dejax.spec.tree_options`).
-      governor: whether drafting is switched off while it does not pay.
       expert_cost, predictor: of mode ecospec (`dejax.spec.ecospec`).
+      governor: whether drafting is switched off while it does not pay.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Run:
     temperature: float = 0.0
     look_ahead: bool = False
     tree: str = "chain"
-    governor: bool = False
-    expert_cost: float = 1.0
+    expert_cost: float = 0.3
     predictor: str = "router"
+    governor: bool = False
 
     @property
     def place(self) -> tuple[bool, float, bool]:

@@ -49,7 +49,7 @@ class EcoConfig:
         last. "persistence": what the last committed token used, for every v the same.
     """
 
-    expert_cost: float = 1.0
+    expert_cost: float = 0.3
     predictor: Predictor = "router"
 
     def __post_init__(self) -> None:

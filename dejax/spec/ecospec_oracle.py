@@ -55,7 +55,7 @@ def _closure(candidates: Candidates, rate: float) -> list[int]:
 
 
 class _Flow:
-    """Maximum flow by Dinic's algorithm, on graphs of a few hundred vertices."""
+    """Maximum flow along shortest paths (Edmonds and Karp), for a few hundred vertices."""
 
     def __init__(self, vertices: int) -> None:
         self._edges: list[list[int]] = [[] for _ in range(vertices)]  # even: forth, odd: back
@@ -68,42 +68,23 @@ class _Flow:
             self._to.append(other)
             self._left.append(room)
 
-    def source_side(self, source: int, sink: int) -> set[int]:
+    def source_side(self, source: int, sink: int) -> list[int]:
         """The vertices on the source's side of a minimum cut."""
-        while self._levels(source)[sink] >= 0:
-            level = self._levels(source)
-            tried = [0] * len(level)
-            while self._push(source, sink, math.inf, level, tried) > 0:
-                pass
-        return {vertex for vertex, level in enumerate(self._levels(source)) if level >= 0}
-
-    def _levels(self, source: int) -> list[int]:
-        """Distance from the source over edges with room; -1 where there is no way."""
-        level = [-1] * len(self._edges)
-        level[source] = 0
-        queue = deque([source])
-        while queue:
-            vertex = queue.popleft()
-            for edge in self._edges[vertex]:
-                if self._left[edge] > 1e-15 and level[self._to[edge]] < 0:
-                    level[self._to[edge]] = level[vertex] + 1
-                    queue.append(self._to[edge])
-        return level
-
-    def _push(
-        self, vertex: int, sink: int, room: float, level: list[int], tried: list[int]
-    ) -> float:
-        if vertex == sink:
-            return room
-        edges = self._edges[vertex]
-        while tried[vertex] < len(edges):
-            edge = edges[tried[vertex]]
-            other, left = self._to[edge], self._left[edge]
-            if left > 1e-15 and level[other] == level[vertex] + 1:
-                pushed = self._push(other, sink, min(room, left), level, tried)
-                if pushed > 0:
-                    self._left[edge] -= pushed
-                    self._left[edge ^ 1] += pushed
-                    return pushed
-            tried[vertex] += 1
-        return 0.0
+        while True:
+            came = {source: -1}  # vertex -> the edge that it was reached by
+            queue = deque([source])
+            while queue and sink not in came:
+                for edge in self._edges[queue.popleft()]:
+                    if self._left[edge] > 1e-15 and self._to[edge] not in came:
+                        came[self._to[edge]] = edge
+                        queue.append(self._to[edge])
+            if sink not in came:
+                return list(came)
+            path, vertex = [], sink
+            while vertex != source:
+                path.append(came[vertex])
+                vertex = self._to[path[-1] ^ 1]
+            room = min(self._left[edge] for edge in path)
+            for edge in path:
+                self._left[edge] -= room
+                self._left[edge ^ 1] += room

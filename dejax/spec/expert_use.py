@@ -15,7 +15,7 @@ from jaxtyping import Int
 from dejax.errors import UsageError
 from dejax.shapes import Pair
 
-Flat = Int[np.ndarray, " A"]
+Flat = Int[np.ndarray, " _"]
 """Layer-experts as numbers (`ExpertGrid.flat`)."""
 DECAY = 0.9
 """What a layer-expert's score of use is multiplied by with every committed token."""

@@ -367,12 +367,18 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--link", "fast"], "link 'fast': expected real"),
         ([*PROMPT, "--mode", "best"], "--mode: 'best' is not one of ar, top-r, draft-expert"),
         ([*PROMPT, "--keep", "2"], "--keep: '2' is out of range; expected a number from 0 to 1"),
-        ([*PROMPT, "--mode", "n-gram", "--r", "2"], "--r is for the modes top-r and draft-expert"),
+        (
+            [*PROMPT, "--mode", "n-gram", "--r", "2"],
+            "--r is for --mode top-r or draft-expert",
+        ),
         ([*PROMPT, "--mode", "n-gram", "--draft", "init"], "--draft is for --mode draft-expert"),
         ([*PROMPT, "--controller", "x"], "--controller: 'x' is not one of consumer, producer"),
         ([*PROMPT, *TREE, "bush"], "--tree: 'bush' is no tree; expected chain, BxD"),
         ([*PROMPT, *TREE, "static:0,5"], "--tree: parent of node 2 is 5; expected an earlier node"),
-        ([*PROMPT, "--tree", "2x2"], "--tree is for the modes top-r and draft-expert, not ar"),
+        (
+            [*PROMPT, "--tree", "2x2"],
+            "--tree is for --mode top-r or draft-expert",
+        ),
         ([*PROMPT, *TREE, "2x2", "--strict"], "--strict is for chains"),
         ([*PROMPT, "--rule", "R9"], "--rule: 'R9' is not one of match, R1, R2, R3, R4"),
         ([*PROMPT, "--rule", "R1"], "controller consumer drops a drafted token for what its own"),
@@ -383,7 +389,7 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--mode", "top-r", "--r", "4"], "r is 4; the target routes to 3 experts"),
         ([*PROMPT, "--dtype", "int8"], "--dtype: 'int8' is not one of float32, bfloat16"),
         ([*PROMPT, "--no-such-flag"], "unknown option --no-such-flag"),
-        ([*PROMPT, "--draft", "init"], "--draft is for --mode draft-expert, not ar"),
+        ([*PROMPT, "--draft", "init"], "--draft is for --mode draft-expert or ecospec, not ar"),
         ([*PROMPT, "--mode", "draft-expert"], "--mode draft-expert needs --draft"),
         ([*PROMPT, "--prompts", "/dev/null"], "give either --prompt TEXT or --prompts FILE"),
         ([], "give either --prompt TEXT or --prompts FILE"),
@@ -455,9 +461,10 @@ def test_trees_and_rules_by_name(folder, tmp_path):
 def test_an_adapter_of_another_target_is_one_line(folder, target, tmp_path, capsys):
     other = dataclasses.replace(draft_of(target), identity="another")
     adapter = save_draft(tmp_path / "adapter", other, target.config)
-    argv = ["generate", str(folder), *PROMPT, "--mode", "draft-expert", "--draft", str(adapter)]
-    line = complaint(argv, capsys)
-    assert "another" in line and target.identity in line
+    for mode in ("draft-expert", "ecospec"):
+        argv = ["generate", str(folder), *PROMPT, "--mode", mode, "--draft", str(adapter)]
+        line = complaint(argv, capsys)
+        assert "another" in line and target.identity in line
 
 
 def test_weights_held_in_float16_are_stored_as_what_holds_them(folder):

@@ -124,8 +124,8 @@ def test_the_program_says_that_it_is_lossy(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--mode", "moe-spec", "--draft", "init"], "needs --approx-verify-budget"),
-        (["--approx-verify-budget", "6"], "--approx-verify-budget is for --mode moe-spec, not ar"),
+        (["--mode", "moe-spec", "--draft", "init"], "--approx-verify-budget N: give both"),
+        (["--approx-verify-budget", "6"], "--approx-verify-budget N: give both or neither"),
         (["--approx-verify-budget", "0"], "'0' is out of range"),
         (["--approx-rank", "residency"], "--approx-... needs --approx-verify-budget"),
         (["--mode", "moe-spec", "--approx-verify-budget", "6"], "needs --draft"),
