@@ -5,13 +5,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import regex
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import DraftConfig
 from dejax.draft.expert import Draft, random_draft
 from dejax.export import gguf_config
 from dejax.export.gguf import export_adapter, export_draft_model, export_target
-from dejax.target import Target, load_target, read_outline
+from dejax.target import Target, load_target, load_tokenizer, read_outline
+from tests.ckpt import tiktoken_cases
 from tests.families.configurations import raw_config
 from tests.families.random_folder import write_folder
 from tests.infer import small_tokenizer
@@ -192,3 +194,26 @@ def test_tokenizers_of_every_kind_give_the_same_ids(name, tokenizer, tmp_path):
     answers = ask(tmp_path / "m.gguf", tokens={"tokenize": texts})["tokens"]
     for text, theirs in zip(texts, answers, strict=True):
         assert theirs == tokenizer.encode(text), text
+
+
+OTHERWISE = regex.compile(r"[\p{Ll}\p{Lm}\p{Lo}\p{M}][\p{Lu}\p{Lt}]|\p{M}")
+"""What llama.cpp's kimi-k2 does not split as the pattern of the release does."""
+
+
+def test_moonlights_tokens_are_those_of_tiktoken_but_where_the_export_says(tmp_path):
+    raw = raw_config("moonlight", vocab_size=tiktoken_cases.size())
+    folder = tiktoken_cases.add_tiktoken(write_folder(tmp_path / "m", raw))
+    export = export_target(folder, read_outline(folder), "f32")
+    export.write(tmp_path / "m.gguf")
+    assert sum("token ids" in warning for warning in export.warnings) == 1
+    texts = [*(text for text in ODD if "<|" not in text), *prompts(), *documents(400)]
+    turns = [{"role": "user", "content": "你好, was ist 7 + 5?"}]
+    tokenizer = load_tokenizer(folder)
+    chat = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    answers = ask(tmp_path / "m.gguf", tokens={"tokenize": [*texts, chat]}, chat={"chat": turns})
+    *found, of_chat = answers["tokens"]
+    assert answers["chat"] == chat and of_chat == tokenizer.encode(chat)
+    equal = [theirs == tiktoken_cases.encode(text) for text, theirs in zip(texts, found)]
+    plain = [OTHERWISE.search(text) is None for text in texts]
+    assert sum(plain) > 350 and all(e for e, p in zip(equal, plain, strict=True) if p)
+    assert not all(equal)
