@@ -5,8 +5,8 @@ is never run here: what it would say is the pattern that splits text and the nam
 tokens, both written down below (from the `tokenization_moonshot.py` of the releases).
 
 A text is split by the pattern, and in each piece the pair of neighbours whose union has the lowest
-rank is merged, the leftmost first, until none has a rank. That is byte-level BPE, with the merges in
-the order of the ranks.
+rank is merged, the leftmost first, until none has a rank. That is byte-level BPE, with the merges
+in the order of the ranks.
 """
 
 import base64
@@ -55,8 +55,8 @@ def load_tiktoken(folder: Path) -> Any:
     kind = config.get("tokenizer_class")
     if kind != TOKENIZER_CLASS:
         raise UsageError(
-            f"{folder / TIKTOKEN_FILE}: how a {kind} splits text is in code of its own, which is not "
-            f"run; expected a {TOKENIZER_CLASS} (Moonlight, Kimi), or a tokenizer.json"
+            f"{folder / TIKTOKEN_FILE}: how a {kind} splits text is in code of its own, which is "
+            f"not run; expected a {TOKENIZER_CLASS} (Moonlight, Kimi), or a tokenizer.json"
         )
     ranks = read_ranks(folder / TIKTOKEN_FILE)
     names = _byte_names()

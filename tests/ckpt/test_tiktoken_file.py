@@ -41,7 +41,11 @@ def test_special_tokens_and_template_are_of_the_configuration(tokenizer, folder)
     first = len(ranks())
     assert len(tokenizer) == size()
     for place, name in (SPECIAL | {7: f"<|reserved_token_{first + 7}|>"}).items():
-        assert tokenizer.encode(f"Hi{name}there") == [*encode("Hi"), first + place, *encode("there")]
+        assert tokenizer.encode(f"Hi{name}there") == [
+            *encode("Hi"),
+            first + place,
+            *encode("there"),
+        ]
     assert tokenizer.bos_token_id == first and tokenizer.eos_token_id == first + 1
     assert tokenizer.pad_token_id == first + 255 and tokenizer.unk_token_id == first + 254
     text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
