@@ -24,6 +24,7 @@ from dejax.ckpt import hf_weights
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.ckpt.gguf_weights import GGUFFile
 from dejax.ckpt.tensor_files import read_tensor
+from dejax.ckpt.tiktoken_file import TIKTOKEN_FILE, load_tiktoken
 from dejax.config import ClampedSwiGLU, ModelConfig
 from dejax.draft.path import routed_output
 from dejax.errors import UsageError
@@ -259,13 +260,26 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer through `transformers` (without torch), or None if it has none."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    """The folder's tokenizer through `transformers` (without torch), or None if it has none.
+
+    Code that a folder brings along is never run: a tiktoken file is read by dejax itself.
+
+    Raises:
+      UsageError: it cannot be read.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json", TIKTOKEN_FILE)
+    there = [name for name in names if (folder / name).exists()]
+    if not there:
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if TIKTOKEN_FILE in there and "tokenizer.json" not in there:
+            tokenizer = load_tiktoken(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except UsageError:
+        raise
     except Exception as error:  # damaged files end in whatever exception they happen to cause
         first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line})") from None

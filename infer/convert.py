@@ -22,6 +22,7 @@ from dejax.ckpt import expert_codec
 from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
 from dejax.ckpt.hf_weights import CheckpointPlan, plan_checkpoint, read_layer_experts
 from dejax.ckpt.tensor_files import SINGLE_FILE, copy_tensors, equal_tensors, write_whole
+from dejax.ckpt.tiktoken_file import TIKTOKEN_FILE
 from dejax.errors import FailedError, UsageError
 from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
 from infer.arguments import Model, OutputFile, OutputFolder, Positional, parse
@@ -38,6 +39,7 @@ COPIED = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    TIKTOKEN_FILE,
     "chat_template.jinja",
     "chat_template.json",
 )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from dejax.ckpt.draft_state import check_draft_folder, draft_tensors, resolve_draft, save_draft
 from dejax.ckpt.tensor_files import read_json
+from dejax.ckpt.tiktoken_file import TIKTOKEN_FILE
 from dejax.ckpt.whole_folder import whole_folder
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
@@ -20,7 +21,7 @@ from dejax.export import gguf, torch_model
 from dejax.export.gguf_file import gguf_package
 from dejax.export.provenance import without_folders, without_origin
 from dejax.export.torch_adapter import companions
-from dejax.target import Outline, model_folder, read_outline
+from dejax.target import Outline, load_tokenizer, model_folder, read_outline
 from infer.arguments import (
     Bytes,
     DraftSpec,
@@ -198,6 +199,8 @@ def _write_folder(args: Arguments, outline: Outline, draft: Draft | None) -> dic
     with progress("export", size, "MB") as bar, whole_folder(args.out.absolute()) as folder:
         files = export.write(folder, args.max_shard_size, lambda n: bar.advance(n / _MB))
         copy_companions(model_folder(args.model), folder)
+        if (folder / TIKTOKEN_FILE).exists():  # whose reader is code, of which nothing is copied
+            _write_tokenizer(folder)
         for name in ("tokenizer_config.json", "generation_config.json"):
             _forget_origin(folder / name)
     return {
@@ -207,6 +210,13 @@ def _write_folder(args: Arguments, outline: Outline, draft: Draft | None) -> dic
         "files": files,
         "bytes": export.nbytes,
     }
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Puts a `tokenizer.json` in the place of a folder's tiktoken file."""
+    tokenizer = load_tokenizer(folder)
+    (folder / TIKTOKEN_FILE).unlink()
+    tokenizer.save_pretrained(folder)
 
 
 def _forget_origin(path: Path) -> None:

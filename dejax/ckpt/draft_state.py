@@ -29,7 +29,8 @@ from dejax.draft.expert import Draft, DraftExpert, random_draft
 from dejax.errors import UsageError
 from dejax.paths import existing_folder, kind_of, shown
 
-SCHEMA = 1
+SCHEMAS = {"full": 1, "plain": 2}
+"""Gates of the draft path -> the schema version: what reads 1 alone would take all for full."""
 WEIGHTS_FILE = "adapter.safetensors"
 CONFIG_FILE = "adapter_config.json"
 RAW_FILE = "adapter.raw.safetensors"
@@ -93,7 +94,7 @@ def save_draft(
     folder = Path(folder).absolute()
     check_draft_folder(folder)
     config = {
-        "schema": SCHEMA,
+        "schema": SCHEMAS[draft.config.gates],
         "target": {"identity": draft.identity} | target_facts(target_config),
         "draft": draft_facts(draft.config),
         "training": dict(draft.training),
@@ -238,10 +239,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         hint = f"; did you mean {nested}?" if (nested / CONFIG_FILE).is_file() else ""
         raise UsageError(f"{shown(folder)}: no {CONFIG_FILE}; expected an adapter folder{hint}")
     config = read_json(folder / CONFIG_FILE)
-    if config.get("schema") != SCHEMA:
-        raise UsageError(
-            f"{folder / CONFIG_FILE}: schema {config.get('schema')!r}; this version reads {SCHEMA}"
-        )
+    schema, known = config.get("schema"), tuple(SCHEMAS.values())
+    if schema not in known:
+        read = " and ".join(map(str, known))
+        raise UsageError(f"{folder / CONFIG_FILE}: schema {schema!r}; this version reads {read}")
     _check_config(folder / CONFIG_FILE, config)
     training = config.get("training")
     return config | {"training": training if isinstance(training, dict) else {}}

@@ -25,7 +25,7 @@ from dejax.export import gguf_tensors
 from dejax.export.fold import Neurons, fold
 from dejax.export.gguf_config import ARCHITECTURES, architecture, differences, metadata
 from dejax.export.gguf_file import BLOCK, KINDS, Piece, TensorPlan, Value, write_gguf
-from dejax.export.gguf_tokenizer import tokenizer_metadata
+from dejax.export.gguf_tokenizer import tokenizer_differences, tokenizer_metadata
 from dejax.export.provenance import licence, without_folders
 from dejax.export.source import Source, open_source
 from dejax.target import Outline, load_tokenizer, model_folder
@@ -159,7 +159,8 @@ def _export_model(
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
     )
-    warnings = [f"llama.cpp differs: {line}" for line in differences(described)]
+    found = differences(described) + tokenizer_differences(keys)
+    warnings = [f"llama.cpp differs: {line}" for line in found]
     if tokenizer is None:
         warnings.append("the model has no tokenizer: the file takes token ids, not text")
     return Export(

@@ -8,6 +8,7 @@ union has the best score.
 import json
 from typing import Any
 
+from dejax.ckpt.tiktoken_file import PATTERN as TIKTOKEN
 from dejax.errors import UsageError
 from dejax.export.gguf_file import Value
 
@@ -25,7 +26,7 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}?|"
     rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_BY_PATTERN = {_LLAMA3: "llama-bpe", _QWEN2: "qwen2", _O200K: "gpt-4o"}
+_BY_PATTERN = {_LLAMA3: "llama-bpe", _QWEN2: "qwen2", _O200K: "gpt-4o", TIKTOKEN: "kimi-k2"}
 """The single pattern that splits text -> llama.cpp's name of the pre-tokenizer."""
 _V3_SPLIT = r"\p{N}{1,3}"
 _V2_SPLITS = r"[\r\n]", r"\s?[A-Za-z"
@@ -69,6 +70,16 @@ def tokenizer_metadata(
     if isinstance(template, dict):  # several by name
         template = template.get("default")
     return result if template is None else result | {"tokenizer.chat_template": template}
+
+
+def tokenizer_differences(keys: dict[str, Value]) -> list[str]:
+    """Where llama.cpp makes other ids of a text, a sentence each (`keys`: `tokenizer_metadata`)."""
+    if keys.get("tokenizer.ggml.pre") != "kimi-k2":
+        return []
+    return [
+        "words are not split before a capital within them (getUserName) and are split at combining "
+        "marks: such texts may get other token ids"
+    ]
 
 
 def _tokens(backend: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -73,6 +74,17 @@ def test_names_and_shapes_on_disk(folder, draft):
     assert config["draft"] == {"width": 5, "top_r": 2}
 
 
+def test_plain_gates_have_a_schema_that_older_versions_refuse(draft, tmp_path):
+    plain = replace(draft, config=replace(draft.config, gates="plain"))
+    save_draft(tmp_path / "plain", plain, CONFIG)
+    config = json.loads((tmp_path / "plain" / CONFIG_FILE).read_text())
+    assert config["schema"] == 2  # older versions read 1 alone
+    assert config["draft"]["gates"] == "plain"
+    assert load_draft(tmp_path / "plain").config == plain.config
+    save_draft(tmp_path / "plain", draft, CONFIG)
+    assert json.loads((tmp_path / "plain" / CONFIG_FILE).read_text())["schema"] == 1
+
+
 def test_another_target_is_refused_with_both_identities(folder):
     other = SimpleNamespace(config=CONFIG, identity="ffff0000", name="other")
     with pytest.raises(UsageError, match=r"target 0123abcd, not for other \(ffff0000\)"):
@@ -112,7 +124,7 @@ def test_short_floats_are_widened(folder, draft):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=2), "schema 2; this version reads 1"),
+        (lambda c: c.update(schema=3), "schema 3; this version reads 1 and 2"),
         (lambda c: c.pop("schema"), "schema None"),
         (lambda c: c.pop("target"), "target.identity is None; expected str"),
         (lambda c: c["draft"].update(width="5"), "draft.width is '5'; expected int"),

@@ -113,5 +113,24 @@ def documents(count: int) -> list[str]:
     return [text[:400] for text in texts[:: len(texts) // count]][:count]
 
 
+ODD = [
+    "a",
+    " a  b   c\t\td\n\n\ne \n f",
+    "1 12 123 1234567890 3.14 1,000 0x1F",
+    "isn't we'Ve HE'S 'tis l'été d'",
+    "Grüße, Ελληνικά, кириллица, 東京タワー, 한국어, नमस्ते, עברית",
+    "😀👩‍👩‍👧‍👦🇩🇪 é ﬁ \u00a0\u2003 ½",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "def f(x):\n\treturn x**2 + [i for i in range(10)][-1]  # !?",
+]
+
+
+def several(count: int) -> list[str]:
+    """Texts that differ: odd ones, prompts, these backwards, documents."""
+    ends = [text for prompt in prompts() for text in (prompt, prompt[::-1])]
+    texts = dict.fromkeys([*ODD, *ends, *documents(count)])
+    return list(texts)[:count]
+
+
 def text_of(tiny: Target) -> list[int]:
     return tiny.tokenizer.encode(" ".join(prompts()))[:40]

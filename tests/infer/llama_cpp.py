@@ -22,10 +22,11 @@ def ask(
 ) -> dict[str, Any]:
     """Answers by the name of a request, which is a dictionary:
 
-    `{"logprobs": ids}` -> float64 [len(ids), V], after every prefix; `{"greedy": ids, "count": n}`
-    -> n ids (with `"ends": True` up to an end token), how many of them `drafter` had drafted, and
-    how many it drafted; `{"tokenize": texts}` -> a list of ids a text; `{"chat": messages}` -> the
-    prompt. Drafts are as long as they may be, whatever the drafter is sure of.
+    `{"logprobs": ids}` -> float64 [len(ids), V], after every prefix (with `"from": n` [.. - n, V],
+    after those longer than n); `{"greedy": ids, "count": n}` -> n ids (with `"ends": True` up to an
+    end token), how many of them `drafter` had drafted, and how many it drafted; `{"tokenize":
+    texts}` -> a list of ids a text; `{"chat": messages}` -> the prompt. Drafts are as long as they
+    may be, whatever the drafter is sure of.
     """
     given = [] if drafter is None else [str(drafter), str(draft_length)]
     argv = [sys.executable, __file__, str(path), *given]
@@ -72,12 +73,12 @@ def _main(
         with urllib.request.urlopen(request) as answer:
             return json.loads(answer.read())
 
-    def logprobs(ids: list[int]) -> list[list[float]]:
+    def logprobs(ids: list[int], first: int) -> list[list[float]]:
         rows = []
         # The probabilities of a token that is no whole character are held back: it chooses "a",
         # which changes none of them.
         plain = post("/tokenize", content="a")["tokens"][-1]
-        for end in range(1, len(ids) + 1):
+        for end in range(first + 1, len(ids) + 1):
             body = dict(prompt=ids[:end], n_predict=1, n_probs=100_000, temperature=0)
             body["logit_bias"] = [[plain, 1e6]]
             (step,) = post("/completion", **body)["completion_probabilities"]
@@ -87,7 +88,7 @@ def _main(
 
     def answer(request: dict[str, Any]) -> Any:
         if "logprobs" in request:
-            return logprobs(request["logprobs"])
+            return logprobs(request["logprobs"], request.get("from", 0))
         if "greedy" in request:
             body = dict(prompt=request["greedy"], n_predict=request["count"], temperature=0)
             body["ignore_eos"] = not request.get("ends", False)

@@ -1,6 +1,7 @@
 """`dejax export --format gguf`: read back number by number, refused in one line, whole or not."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from unittest import mock
@@ -192,6 +193,27 @@ def test_the_adapter_is_the_draft(model, tmp_path):
     training = json.loads(value(reader, "dejax.draft.training"))
     assert training == {"target": "small", "data": ["text.jsonl"], "steps": 7}
     assert str(tmp_path).encode() not in (tmp_path / "a.gguf").read_bytes()
+
+
+def test_the_documented_commands(model, tmp_path, monkeypatch):
+    """What `docs/export.md` tells to type for llama.cpp; its programs are given what is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "MODEL").symlink_to(model)
+    target = load_target(model)
+    save_draft(tmp_path / "D", resolve_draft("init", target), target.config)
+    text = (Path(dejax.__file__).parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
+    block = text.split("## For llama.cpp")[1].split("```bash\n")[1].split("```")[0]
+    lines = [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+    ours = [words for words in lines if words[:2] == ["dejax", "export"]]
+    for words in ours:
+        assert main(words[2:]) == 0
+    kinds = ["model", "model", "adapter", "model"]
+    made = [words[words.index("--out") + 1] for words in ours]
+    assert [value(gguf.GGUFReader(name), "general.type") for name in made] == kinds
+    others = [words for words in lines if words not in ours]
+    assert [words[0] for words in others] == ["llama-cli", "llama-server"]
+    named = [word for words in others for word in words if word.endswith(".gguf")]
+    assert len(named) == 3 and set(named) <= set(made)
 
 
 def test_absolute_paths_lose_their_folders():

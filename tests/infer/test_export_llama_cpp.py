@@ -5,13 +5,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import regex
 
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.ckpt.gguf_weights import GGUFFile
 from dejax.config import DraftConfig
 from dejax.draft.expert import Draft, random_draft
 from dejax.export import gguf_config
 from dejax.export.gguf import export_adapter, export_draft_model, export_target
-from dejax.target import Target, load_target, read_outline
+from dejax.target import Target, load_target, load_tokenizer, read_outline
+from tests.ckpt import tiktoken_cases
+from tests.ckpt.smollm2 import smollm2
 from tests.families.configurations import raw_config
 from tests.families.random_folder import write_folder
 from tests.infer import small_tokenizer
@@ -19,6 +23,7 @@ from tests.infer.draft_path import draft_path
 from tests.infer.gguf_cases import (
     EQUAL,
     IDS,
+    ODD,
     REFUSED,
     TOLERANCE,
     UNEQUAL,
@@ -27,6 +32,7 @@ from tests.infer.gguf_cases import (
     kl,
     logprobs,
     prompts,
+    several,
     small_model,
     text_of,
 )
@@ -72,21 +78,9 @@ def tiny_file(tmp_path_factory) -> Path:
     return out
 
 
-ODD = [
-    "a",
-    " a  b   c\t\td\n\n\ne \n f",
-    "1 12 123 1234567890 3.14 1,000 0x1F",
-    "isn't we'Ve HE'S 'tis l'été d'",
-    "Grüße, Ελληνικά, кириллица, 東京タワー, 한국어, नमस्ते, עברית",
-    "😀👩‍👩‍👧‍👦🇩🇪 é ﬁ \u00a0\u2003 ½",
-    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    "def f(x):\n\treturn x**2 + [i for i in range(10)][-1]  # !?",
-]
-
-
 def test_tiny_has_the_same_tokens_template_and_greedy_continuation(tiny, tiny_file):
-    texts = [*ODD, *prompts(), *(text[::-1] for text in prompts()), *documents(250)]
-    assert len(set(texts)) > 250
+    texts = several(1000)
+    assert len(texts) == 1000
     messages = [{"role": "user", "content": "What is 7 + 5?"}]
     prompt = tiny.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
@@ -192,3 +186,42 @@ def test_tokenizers_of_every_kind_give_the_same_ids(name, tokenizer, tmp_path):
     answers = ask(tmp_path / "m.gguf", tokens={"tokenize": texts})["tokens"]
     for text, theirs in zip(texts, answers, strict=True):
         assert theirs == tokenizer.encode(text), text
+
+
+@pytest.mark.smollm
+def test_smollm2s_tokens_are_those_of_the_file_it_comes_in(tmp_path):
+    """Its tokenizer exported anew, dejax's, and that of the GGUF file that llama.cpp made."""
+    original = smollm2()
+    folder = write_folder(tmp_path / "m", raw_config("glm4-moe", vocab_size=49152))
+    tokenizer = GGUFFile(original).tokenizer()
+    small_tokenizer.add_to(folder, tokenizer)
+    export_target(folder, read_outline(folder), "f16").write(tmp_path / "m.gguf")
+    texts = several(1000)
+    found = [ask(file, x={"tokenize": texts})["x"] for file in (original, tmp_path / "m.gguf")]
+    assert found[0] == found[1] == [tokenizer.encode(text) for text in texts]
+    assert len(texts) == 1000
+
+
+OTHERWISE = regex.compile(r"[\p{Ll}\p{Lm}\p{Lo}\p{M}][\p{Lu}\p{Lt}]|\p{M}")
+"""What llama.cpp's kimi-k2 does not split as the pattern of the release does."""
+
+
+def test_moonlights_tokens_are_those_of_tiktoken_but_where_the_export_says(tmp_path):
+    raw = raw_config("moonlight", vocab_size=tiktoken_cases.size())
+    folder = tiktoken_cases.add_tiktoken(write_folder(tmp_path / "m", raw))
+    export = export_target(folder, read_outline(folder), "f32")
+    export.write(tmp_path / "m.gguf")
+    assert sum("token ids" in warning for warning in export.warnings) == 1
+    texts = [*(text for text in ODD if "<|" not in text), *prompts(), *documents(400)]
+    turns = [{"role": "user", "content": "你好, was ist 7 + 5?"}]
+    tokenizer = load_tokenizer(folder)
+    chat = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    answers = ask(tmp_path / "m.gguf", tokens={"tokenize": [*texts, chat]}, chat={"chat": turns})
+    *found, of_chat = answers["tokens"]
+    assert answers["chat"] == chat and of_chat == tokenizer.encode(chat)
+    equal = [
+        theirs == tiktoken_cases.encode(text) for text, theirs in zip(texts, found, strict=True)
+    ]
+    plain = [OTHERWISE.search(text) is None for text in texts]
+    assert sum(plain) > 350 and all(e for e, p in zip(equal, plain, strict=True) if p)
+    assert not all(equal)

@@ -7,11 +7,12 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import dejax
 from dejax.ckpt.draft_state import RAW_FILE, draft_tensors, load_draft, save_draft
@@ -19,8 +20,10 @@ from dejax.ckpt.tensor_files import INDEX_FILE, SINGLE_FILE
 from dejax.draft.expert import random_draft
 from dejax.errors import FailedError, UsageError
 from dejax.export import torch_model
+from dejax.target import load_tokenizer
 from infer.convert import convert
 from infer.export import main
+from tests.ckpt import tiktoken_cases
 from tests.families import reference
 from tests.families.configurations import FIRST, MOE_CONFIGS, raw_config
 from tests.families.random_folder import write_folder
@@ -44,6 +47,14 @@ def slow_unless(fast, names) -> list:
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_optimisation():
+    """Programs run a few times each here: to compile them well takes most of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def lite(tmp_path_factory):
     return Exported("lite", tmp_path_factory.mktemp("lite"))
@@ -55,20 +66,33 @@ def close(one, other) -> bool:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """By name: a case of two layers, and its adapter attached in `transformers`; made once."""
+    """By name and gates: a case of two layers, made once."""
 
     @functools.cache
-    def make(name: str):
-        made = Exported(name, tmp_path_factory.mktemp(name), num_hidden_layers=2)
+    def make(name: str, gates: str = "full"):
+        place = tmp_path_factory.mktemp(name)
+        return Exported(name, place, num_hidden_layers=2, gates=gates)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def attached(case):
+    """By name and gates: a case, and its adapter attached in `transformers`; made once."""
+
+    @functools.cache
+    def make(name: str, gates: str = "full"):
+        made = case(name, gates)
         return made, made.attached(made.export("adapter"))
 
     return make
 
 
 @pytest.mark.parametrize("name", slow_unless({"lite"}, WITH_EXPERTS))
-def test_target_and_draft_path_are_the_same_in_transformers(case, name):
-    ours, draft = case(name)
+def test_target_and_draft_path_are_the_same_in_transformers(attached, name):
+    ours, draft = attached(name)
     before = {key: value.clone() for key, value in draft.target.state_dict().items()}
+    full = reference.logits(draft.target, TOKENS)
     logits, routing = draft_path(ours.target, ours.draft, TOKENS)
     with torch.no_grad():
         theirs = draft.draft_forward(torch.from_numpy(TOKENS))
@@ -78,15 +102,15 @@ def test_target_and_draft_path_are_the_same_in_transformers(case, name):
         np.testing.assert_array_equal(theirs.routing[layer][0], ids)
         assert close(theirs.routing[layer][1], gates)
     # The target is as it was.
-    full = reference.logits(draft.target, TOKENS)
-    assert close(full, ours.target(TOKENS)) and not close(full, logits)
+    assert np.array_equal(reference.logits(draft.target, TOKENS), full)
+    assert not close(full, logits)
     assert all(torch.equal(value, before[k]) for k, value in draft.target.state_dict().items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_assisted_generation_has_the_targets_tokens_and_our_acceptance(case, name):
-    ours, draft = case(name)
+def test_assisted_generation_has_the_targets_tokens_and_our_acceptance(attached, name):
+    ours, draft = attached(name)
     plain = [greedy(draft.target, prompt) for prompt in PROMPTS]
     drafted = accepted = 0
     for prompt, tokens in zip(PROMPTS, plain, strict=True):
@@ -157,43 +181,43 @@ def test_an_adapter_folder_says_what_it_is_and_is_read_again(lite):
 
 
 FOLDED = {
-    "full": {},
-    "two-mscales-biases-tied": {},
-    "v3": dict(gates="plain"),
-    "moonlight": dict(gates="plain"),
-    "glm4-moe-groups": dict(gates="plain"),
+    "full": "full",
+    "two-mscales-biases-tied": "full",
+    "v3": "plain",
+    "moonlight": "plain",
+    "glm4-moe-groups": "plain",
 }
+"""Configuration -> gates with which it has a draft model."""
 
 
 @pytest.mark.parametrize("name", slow_unless({"v3"}, FOLDED))
-def test_a_draft_model_is_the_draft_path(name, tmp_path):
-    case = Exported(name, tmp_path, num_hidden_layers=2, **FOLDED[name])
-    folder = case.export("drafter", "--as", "draft-model")
-    logits, _ = draft_path(case.target, case.draft, TOKENS)
+def test_a_draft_model_is_the_draft_path(case, name):
+    ours = case(name, FOLDED[name])
+    folder = ours.export("drafter", "--as", "draft-model")
+    logits, _ = draft_path(ours.target, ours.draft, TOKENS)
     drafter = reference.load(folder)
     assert drafter.config.num_experts_per_tok == 1
     assert close(reference.logits(drafter, TOKENS), logits)
     assert close(dejax.load_target(folder)(TOKENS), logits)
-    target = reference.load(case.folder)
+    target = reference.load(ours.folder)
     options = dict(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
     assisted = greedy(target, PROMPTS[0], assistant_model=drafter, **options)
     assert assisted == greedy(target, PROMPTS[0])
 
 
 @pytest.mark.slow
-def test_plain_gates_draft_alike_in_transformers(tmp_path):
-    case = Exported("v3", tmp_path, gates="plain", num_hidden_layers=2)
-    draft = case.attached(case.export("adapter"))
-    logits, _ = draft_path(case.target, case.draft, TOKENS)
+def test_plain_gates_draft_alike_in_transformers(attached):
+    ours, draft = attached("v3", "plain")
+    logits, _ = draft_path(ours.target, ours.draft, TOKENS)
     full, _ = draft_path(
-        case.target, replace(case.draft, config=replace(case.draft.config, gates="full")), TOKENS
+        ours.target, replace(ours.draft, config=replace(ours.draft.config, gates="full")), TOKENS
     )
     with torch.no_grad():
         assert close(draft.draft_forward(torch.from_numpy(TOKENS)).logits, logits)
     assert not close(full, logits)
     counts = [greedy(draft, p, draft_length=DRAFT_LENGTH) and draft.accepted for p in PROMPTS]
     for engine in ("host", "callback"):
-        assert [g.stats["accepted"] for g in our_loop(case, engine=engine)] == counts
+        assert [g.stats["accepted"] for g in our_loop(ours, engine=engine)] == counts
 
 
 @pytest.mark.parametrize(
@@ -258,6 +282,23 @@ def test_a_converted_folder_is_exported_as_its_source(tmp_path):
     before, after = load_file(folder / SINGLE_FILE), load_file(out / SINGLE_FILE)
     assert before.keys() == after.keys()
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+
+
+def test_a_tiktoken_file_becomes_a_tokenizer_json(tmp_path):
+    raw = raw_config("moonlight", vocab_size=tiktoken_cases.size())
+    folder = tiktoken_cases.add_tiktoken(write_folder(tmp_path / "m", raw))
+    between, out = tmp_path / "converted", tmp_path / "o"
+    convert(str(folder), between)
+    assert main([str(between), "--format", "torch", "--out", str(out)]) == 0
+    assert not (out / "tiktoken.model").exists() and not [*out.glob("*.py")]
+    text = "Grüße, 你好 getUserName <|im_end|>[EOS]"
+    ids = load_tokenizer(folder).encode(text)
+    assert ids[-1] == len(tiktoken_cases.ranks()) + 1
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert load_tokenizer(between).encode(text) == theirs.encode(text) == ids
+    assert theirs.eos_token == "[EOS]" and theirs.chat_template == tiktoken_cases.TEMPLATE
+    for path in out.iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes()
 
 
 def test_dtype_is_of_all_but_selection_biases(tmp_path):
