@@ -82,7 +82,7 @@ def on_equal_prefixes(
             flips += (p.argmax(axis=-1) != q.argmax(axis=-1)).tolist()
             # Both go on from exact KV: errors of earlier blocks are measured in the text.
             limited.engine.prefill(rows, start=start)
-    return {"kl": statistics.mean(kl), "flip_rate": statistics.mean(flips)}
+    return {"kl": statistics.fmean(kl), "flip_rate": statistics.fmean(flips)}
 
 
 def surprises(exact: Decoder, ids: list[int], emitted: Sequence[int]) -> list[float]:
@@ -160,7 +160,7 @@ def bench_budget(suite: Suite, store: Any, *, repeats: int, bar: Advance) -> lis
         quality = []
         for (_, _, budget), decoder, runs in zip(cases, decoders, traces, strict=True):
             emitted = [_tokens(trace) for trace in runs[0]]
-            found = {"kl": 0.0, "flip_rate": 0.0}
+            found: dict[str, float] = {"kl": 0.0, "flip_rate": 0.0}
             if budget is not None:
                 found = on_equal_prefixes(exact, decoder, prompts, texts)
             surprise = [
@@ -169,7 +169,7 @@ def bench_budget(suite: Suite, store: Any, *, repeats: int, bar: Advance) -> lis
                 for value in surprises(exact, ids, mine)
             ]
             found["perplexity"] = math.exp(statistics.mean(surprise))
-            found["first_divergence"] = statistics.mean(
+            found["first_divergence"] = statistics.fmean(
                 _divergence(a, b) for a, b in zip(reference, emitted, strict=True)
             )
             quality.append(found)

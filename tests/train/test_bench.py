@@ -48,7 +48,7 @@ def test_lines_are_told_apart_by_what_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_suite_runs_and_makes_a_page(suite, tmp_path, capsys):
-    options = ["--draft", "init", "--count", "1", "--max-new-tokens", "12", "--repeats", "2"]
+    options = ["--draft", "init", "--count", "1", "--max-new-tokens", "12", "--repeats", "1"]
     assert main(["bench", suite, *options, "--out", str(tmp_path)]) == 0
     assert "tiny" in capsys.readouterr().out
     result = json.loads((tmp_path / f"{suite}.json").read_text())
