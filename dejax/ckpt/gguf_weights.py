@@ -203,6 +203,7 @@ class GGUFFile(GGUFTensors):
         """The file's tokenizer and chat template through `transformers`, or None without one."""
         if self.value("tokenizer.ggml.model", "none") == "none":
             return None
+        from tokenizers import pre_tokenizers
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import (
             convert_gguf_tokenizer,
@@ -212,6 +213,10 @@ class GGUFFile(GGUFTensors):
         try:
             architecture, parts, options = get_gguf_tokenizer(str(self.path))
             backend, more = convert_gguf_tokenizer(architecture, parts)
+            if self.value("tokenizer.ggml.pre") == "smollm":  # which the conversion leaves out
+                digits = pre_tokenizers.Digits(individual_digits=True)
+                both = [digits, backend.pre_tokenizer]
+                backend.pre_tokenizer = pre_tokenizers.Sequence(both)
             return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
         except Exception as error:
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
