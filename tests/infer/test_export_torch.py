@@ -246,6 +246,14 @@ def test_what_cannot_be_exported_is_refused(name, options, message, tmp_path):
     assert "\n" not in str(refused.value) and not out.exists()
 
 
+def test_a_malformed_companion_is_told_by_its_own_name(tmp_path):
+    folder, out = write_folder(tmp_path / "m", raw_config("lite")), tmp_path / "out"
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(UsageError, match="m/generation_config.json: expected a JSON object"):
+        main([str(folder), "--format", "torch", "--out", str(out)])
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_plain_gates_are_for_families_that_have_others(tmp_path):
     with pytest.raises(UsageError, match="expected full for deepseek_v2"):
         Exported("lite", tmp_path, gates="plain").export("adapter")
