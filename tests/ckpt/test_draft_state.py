@@ -91,6 +91,12 @@ def test_another_target_is_refused_with_both_identities(folder):
         load_draft(folder, other)
 
 
+def test_more_routed_experts_than_the_target_chooses_are_refused(folder):
+    edit_config(folder, lambda c: c["draft"].update(top_r=CONFIG.moe.top_k + 1))
+    with pytest.raises(UsageError, match=f"expected at most {CONFIG.moe.top_k}, the experts"):
+        load_draft(folder, TARGET)
+
+
 def test_every_bad_tensor_is_listed(folder):
     def edit(tensors):
         del tensors["layers.2.draft_expert.gamma"]
