@@ -155,6 +155,10 @@ def test_another_target_is_refused_in_transformers(lite, tmp_path):
     with pytest.raises(ValueError, match=f"trained for target {lite.target.identity}"):
         load().attach(other)
     assert load().attach(other, check=False).target is other
+    fewer = reference.random_model("lite")
+    fewer.config.num_experts_per_tok = 1
+    with pytest.raises(ValueError, match="experts a token, this one has 1"):
+        load().attach(fewer)
     draft = lite.attached(folder)
     mask = torch.tensor([[0, 1, 1]])
     with pytest.raises(ValueError, match="without padding"):
