@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import dejax
@@ -184,9 +185,12 @@ def test_saving_replaces_an_adapter_and_nothing_else(folder, draft, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["adapter", "empty", "full"]
 
 
-def test_a_failed_save_leaves_the_old_adapter(folder, draft, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_a_failed_save_leaves_the_old_adapter(error, folder, draft, monkeypatch):
     def fails(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(draft_state, "save_file", fails)
