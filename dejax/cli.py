@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 import dejax
 from dejax.errors import FailedError, UsageError
 from dejax.paths import shown
@@ -88,6 +90,12 @@ def _run(name: str, program: Program, argv: list[str] | None) -> int:
         if error.filename is None or error.strerror is None:
             raise
         _say("error", f"{shown(os.fsdecode(error.filename))}: {error.strerror.lower()}", name)
+        return FailedError.exit_status
+    except SafetensorError as error:
+        # ENOSPC as safetensors says it, where no whole folder is written.
+        if f"os error {errno.ENOSPC})" not in str(error):
+            raise
+        _say("error", "no space left on device", name)
         return FailedError.exit_status
     except (MemoryError, RuntimeError) as error:
         # XLA's way to say that the memory does not suffice.

@@ -18,6 +18,7 @@ import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import ModelConfig
+from dejax.errors import UsageError
 from dejax.spec.ecospec import (
     PREDICTORS,
     Candidates,
@@ -63,6 +64,13 @@ class Arguments:
     """How often all decodes are made; their median counts."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
+
+    def __post_init__(self):
+        if self.max_new_tokens < 3:
+            raise UsageError(
+                f"--max-new-tokens {self.max_new_tokens}: expected 3 or more, the fewest with "
+                "which a token is drafted"
+            )
 
 
 def choosing_seconds(*, repeats: int = 50) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.rules import Drafted, Rule, make_rule
 from dejax.spec.sampling import SamplingConfig
@@ -125,6 +126,19 @@ def decoded(
     ]
 
 
+def check_drafted(rounds: Sequence[Round]) -> None:
+    """Refuses rounds that nothing can be measured on.
+
+    Raises:
+      UsageError: none of them drafted a token.
+    """
+    if not any(record.drafted for record in rounds):
+        raise UsageError(
+            "no token was drafted: the answers are too short; give --max-new-tokens 3 or more, or "
+            "other --prompts"
+        )
+
+
 def static_tree(chain: Sequence[Round], wide: Sequence[Round]) -> StaticTree:
     """The tree that measured rounds call for; seconds of a target pass are a line through both."""
 
@@ -159,6 +173,7 @@ def main(argv: list[str]) -> int:
             way: Any = dict(rule=rule, tree=tree, temperature=temperature)
             run = decoded(target, prompts, draft, **way)
             traces[rule, tree, temperature] = rounds = run(args.max_new_tokens)
+            check_drafted(rounds)
             names = ("acceptance_rate", "tokens_per_round", "alpha_pos")
             rows.append(way | {name: stats(rounds)[name] for name in names})
             bar.advance(1)

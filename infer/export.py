@@ -40,6 +40,7 @@ from infer.units import format_bytes
 FORMATS = ("safetensors", "torch", "gguf")
 SHARD = 5 * 10**9
 _MB = 1e6
+_CLEANED = ("tokenizer_config.json", "generation_config.json")
 
 Kind = Literal["target", "adapter", "draft-model"]
 
@@ -190,6 +191,9 @@ def _write_adapter(args: Arguments, outline: Outline, draft: Draft) -> dict[str,
 
 def _write_folder(args: Arguments, outline: Outline, draft: Draft | None) -> dict[str, Any]:
     """A target or a draft model as a Hugging Face folder, with the tokenizer of MODEL."""
+    for path in (model_folder(args.model) / name for name in _CLEANED):
+        if path.exists():
+            read_json(path)  # what is malformed is told by its own name, before any work
     if draft is None:
         export = torch_model.target_folder(args.model, outline, args.dtype)
     else:
@@ -201,7 +205,7 @@ def _write_folder(args: Arguments, outline: Outline, draft: Draft | None) -> dic
         copy_companions(model_folder(args.model), folder)
         if (folder / TIKTOKEN_FILE).exists():  # whose reader is code, of which nothing is copied
             _write_tokenizer(folder)
-        for name in ("tokenizer_config.json", "generation_config.json"):
+        for name in _CLEANED:
             _forget_origin(folder / name)
     return {
         "architecture": outline.config.family,

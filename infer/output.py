@@ -102,8 +102,10 @@ def check_output_folder(path: Path | str) -> None:
     """Refuses, before any work is done, a place for results that cannot be a folder.
 
     Raises:
-      UsageError: it is empty, a file, or cannot be made or written to.
+      UsageError: it is empty, `-`, a file, or cannot be made or written to.
     """
+    if str(path) == "-":
+        raise UsageError("a folder is not written to standard output; expected a folder's name")
     kind = kind_of(path)
     if kind not in (None, "folder"):
         raise UsageError(f"{shown(path)} is a file; expected a folder to write to")

@@ -5,6 +5,7 @@ import sys
 import types
 
 import pytest
+from safetensors import SafetensorError
 
 import dejax
 from dejax import cli
@@ -66,6 +67,11 @@ def test_the_program_gets_the_rest_and_gives_the_status(program):
             OSError(28, "No space left on device", "a/b"),
             1,
             "dejax: error: a/b: no space left on device\n",
+        ),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            1,
+            "dejax: error: no space left on device\n",
         ),
         (
             RuntimeError("RESOURCE_EXHAUSTED: out of memory"),

@@ -28,7 +28,7 @@ from infer.arguments import (
     choice,
     parse,
 )
-from infer.bench_budget import bench_budget, count_steps
+from infer.bench_budget import ROWS, bench_budget, count_steps
 from infer.bench_decode import (
     LOADS,
     baselines,
@@ -44,7 +44,7 @@ from infer.bench_limits import measure_limits
 from infer.bench_link import bench_link, count_cases
 from infer.bench_plots import plot_suite
 from infer.bench_rows import Row, document, show
-from infer.bench_steps import bench_draft, bench_verify
+from infer.bench_steps import WIDTHS, bench_draft, bench_verify
 from infer.console import progress, say
 from infer.decoder import Offload, expert_store
 from infer.link import parse_link
@@ -58,6 +58,8 @@ from train.distill_config import DistillConfig
 from train.step_cost import step_cost
 
 SUITES = ("link", "decode", "draft", "verify", "cache", "budget", "train")
+FEWEST = {"verify": WIDTHS[-1] + 1, "budget": ROWS + 1, "train": 1}
+"""New tokens below which a suite has no pass or round to measure; 2 for those not named."""
 RANDOM_PROMPT = 32
 """Tokens of a prompt for a target without a tokenizer."""
 
@@ -103,6 +105,12 @@ class Arguments:
     """Write the result here as JSON; - is standard output."""
 
     def __post_init__(self):
+        fewest = FEWEST.get(self.suite, 2)
+        if self.max_new_tokens < fewest:
+            raise UsageError(
+                f"--max-new-tokens {self.max_new_tokens}: expected {fewest} or more for bench "
+                f"{self.suite}, which would have nothing to measure"
+            )
         synthetic = self.model.startswith(PREFIX)
         for name in ("experts", "store"):
             if getattr(self, name) is not None and not synthetic:

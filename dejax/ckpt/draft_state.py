@@ -201,6 +201,12 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
     draft = DraftConfig(told["width"], told["top_r"], told.get("gates", "full"))
     if target is not None:
         check_gates(draft, target.config)
+        most = target.config.moe.top_k
+        if draft.top_r > most:
+            raise UsageError(
+                f"{place}: draft.top_r is {draft.top_r}; expected at most {most}, the experts that "
+                "the target chooses"
+            )
     return Draft(
         config=draft,
         experts=draft_experts(tensors, layers),

@@ -49,5 +49,10 @@ def read_gguf_adapter(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
             continue
         layer, kind = found.groups()
         part = "gamma" if kind is None else f"{kind}_proj.weight"
-        tensors[f"layers.{layer}.draft_expert.{part}"] = array if kind else array.reshape(())
+        tensors[f"layers.{layer}.draft_expert.{part}"] = array if kind else _scalar(array)
     return config, tensors
+
+
+def _scalar(array: np.ndarray) -> np.ndarray:
+    """GGUF has no scalars; another shape is left as it is, for the check of shapes to tell."""
+    return array.reshape(()) if array.size == 1 else array

@@ -67,7 +67,10 @@ class GGUFTensors:
     def value(self, key: str, default: Any = None) -> Any:
         """A metadata value, or `default`."""
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except Exception as error:  # as above: of a damaged file
+            raise UsageError(f"{self.path}: {key} is not readable ({error})") from None
 
     def numbers(self, name: str) -> np.ndarray:
         """A tensor in float32."""

@@ -38,6 +38,7 @@ PATTERN = "|".join(
     )
 )
 _RESERVED = 256
+_MOST_SPECIAL = 2**16
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -76,6 +77,12 @@ def load_tiktoken(folder: Path) -> Any:
     backend.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in special]
     )
+    for place, name in enumerate(special, start=len(ranks)):
+        if backend.token_to_id(name) != place:  # it would be another token, and shift all after it
+            raise UsageError(
+                f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {name!r}, of id "
+                f"{place}, is empty or the name of another token too"
+            )
     named = {key: _content(config[key]) for key in _NAMED if config.get(key) is not None}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **named
@@ -157,6 +164,11 @@ def _special_tokens(folder: Path, config: dict[str, Any], first: int) -> list[st
         raise UsageError(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has id {min(given)}, which "
             f"{TIKTOKEN_FILE} has too (it has {first} tokens)"
+        )
+    if given and max(given) >= first + _MOST_SPECIAL:
+        raise UsageError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has id {max(given)}; "
+            f"expected ids below {first + _MOST_SPECIAL}"
         )
     end = max([first + _RESERVED - 1, *given]) + 1
     return [given.get(i, f"<|reserved_token_{i}|>") for i in range(first, end)]

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from dejax.errors import FailedError
 
 
@@ -34,6 +36,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise FailedError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    except SafetensorError as error:  # how safetensors tells of a full disk
+        raise FailedError(f"{folder}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -11,6 +11,7 @@ EXPECTED = (
 )
 EAGLE_WIDTH, EAGLE_DEPTH = 4, 6
 _MOST = 10**4  # before anything is built
+_INT = r"[0-9]{1,9}"
 
 
 def parse_tree(text: str) -> TreeConfig:
@@ -23,7 +24,7 @@ def parse_tree(text: str) -> TreeConfig:
         return CHAIN
     if text == "best8":
         return best_of(2, 3, 8)
-    if match := re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?", text):
+    if match := re.fullmatch(rf"({_INT})x({_INT})(?::({_INT}))?", text):
         branching, depth, keep = (None if part is None else int(part) for part in match.groups())
         assert branching is not None and depth is not None
         _check(text, branching, depth, 1 if keep is None else keep)
@@ -32,14 +33,14 @@ def parse_tree(text: str) -> TreeConfig:
         if keep is None:
             return TreeConfig(shape=full_tree(branching, depth))
         return best_of(branching, depth, keep)
-    if match := re.fullmatch(r"eagle:(\d+)(?:,(\d+),(\d+))?", text):
+    if match := re.fullmatch(rf"eagle:({_INT})(?:,({_INT}),({_INT}))?", text):
         keep = int(match[1])
         width, depth = int(match[2] or EAGLE_WIDTH), int(match[3] or EAGLE_DEPTH)
         _check(text, width, depth, keep)
         return TreeConfig(branching=width, depth=depth, expand=width, keep=keep)
-    if re.fullmatch(r"static:\d+(,\d+)*", text):
+    if re.fullmatch(rf"static:{_INT}(,{_INT})*", text):
         return TreeConfig(shape=tuple(map(int, text.removeprefix("static:").split(","))))
-    raise UsageError(f"{text!r} is no tree; expected {EXPECTED}")
+    raise UsageError(f"{text[:80]!r} is no tree; expected {EXPECTED}")
 
 
 def best_of(branching: int, depth: int, keep: int) -> TreeConfig:

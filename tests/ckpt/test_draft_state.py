@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import dejax
@@ -89,6 +90,12 @@ def test_another_target_is_refused_with_both_identities(folder):
     other = SimpleNamespace(config=CONFIG, identity="ffff0000", name="other")
     with pytest.raises(UsageError, match=r"target 0123abcd, not for other \(ffff0000\)"):
         load_draft(folder, other)
+
+
+def test_more_routed_experts_than_the_target_chooses_are_refused(folder):
+    edit_config(folder, lambda c: c["draft"].update(top_r=CONFIG.moe.top_k + 1))
+    with pytest.raises(UsageError, match=f"expected at most {CONFIG.moe.top_k}, the experts"):
+        load_draft(folder, TARGET)
 
 
 def test_every_bad_tensor_is_listed(folder):
@@ -178,9 +185,12 @@ def test_saving_replaces_an_adapter_and_nothing_else(folder, draft, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["adapter", "empty", "full"]
 
 
-def test_a_failed_save_leaves_the_old_adapter(folder, draft, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_a_failed_save_leaves_the_old_adapter(error, folder, draft, monkeypatch):
     def fails(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(draft_state, "save_file", fails)

@@ -88,12 +88,22 @@ def test_a_damaged_file_is_refused_in_one_line(line, message, tmp_path):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+def added(name, *, id=None):
+    """A configuration that names one id behind the file's, by default the first."""
+    first = len(ranks()) if id is None else id
+    return dict(added_tokens_decoder={str(first): {"content": name.format(first + 1)}})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(tokenizer_class="QWenTokenizer"), "how a QWenTokenizer splits text is in code"),
         (dict(added_tokens_decoder=[1]), "added_tokens_decoder is no table of id -> token"),
         (dict(added_tokens_decoder={"7": {"content": "x"}}), "added_tokens_decoder has id 7"),
+        (added("x", id=10**11), "added_tokens_decoder has id 100000000000; expected ids below"),
+        (added("a"), "'a', of id [0-9]+, is empty or the name of another token"),
+        (added(""), "'', of id [0-9]+, is empty or the name of another token"),
+        (added("<|reserved_token_{}|>"), "is empty or the name of another token"),
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(changes, message, tmp_path):

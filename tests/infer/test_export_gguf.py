@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dejax
-from dejax.ckpt.draft_state import resolve_draft, save_draft
+from dejax.ckpt.draft_state import load_draft, resolve_draft, save_draft
 from dejax.draft.expert import draft_of_params
 from dejax.errors import FailedError, UsageError
 from dejax.export import gguf_tensors
@@ -192,7 +192,11 @@ def test_the_adapter_is_the_draft(model, tmp_path):
     assert value(reader, "dejax.target.moe_layers") == list(target.config.moe_layers)
     training = json.loads(value(reader, "dejax.draft.training"))
     assert training == {"target": "small", "data": ["text.jsonl"], "steps": 7}
-    assert str(tmp_path).encode() not in (tmp_path / "a.gguf").read_bytes()
+    written = (tmp_path / "a.gguf").read_bytes()
+    assert str(tmp_path).encode() not in written
+    (tmp_path / "bad.gguf").write_bytes(written.replace(b"draft-expert", b"draft-exper\xff"))
+    with pytest.raises(UsageError, match=r"bad.gguf: .* is not readable"):
+        load_draft(tmp_path / "bad.gguf")
 
 
 def test_the_documented_commands(model, tmp_path, monkeypatch):

@@ -155,6 +155,10 @@ def test_another_target_is_refused_in_transformers(lite, tmp_path):
     with pytest.raises(ValueError, match=f"trained for target {lite.target.identity}"):
         load().attach(other)
     assert load().attach(other, check=False).target is other
+    fewer = reference.random_model("lite")
+    fewer.config.num_experts_per_tok = 1
+    with pytest.raises(ValueError, match="experts a token, this one has 1"):
+        load().attach(fewer)
     draft = lite.attached(folder)
     mask = torch.tensor([[0, 1, 1]])
     with pytest.raises(ValueError, match="without padding"):
@@ -244,6 +248,14 @@ def test_what_cannot_be_exported_is_refused(name, options, message, tmp_path):
     with pytest.raises(UsageError, match=message) as refused:
         main(argv)
     assert "\n" not in str(refused.value) and not out.exists()
+
+
+def test_a_malformed_companion_is_told_by_its_own_name(tmp_path):
+    folder, out = write_folder(tmp_path / "m", raw_config("lite")), tmp_path / "out"
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(UsageError, match="m/generation_config.json: expected a JSON object"):
+        main([str(folder), "--format", "torch", "--out", str(out)])
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_plain_gates_are_for_families_that_have_others(tmp_path):

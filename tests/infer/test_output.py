@@ -100,7 +100,7 @@ def test_output_folders_are_checked_before_any_work(tmp_path):
     (tmp_path / "file").write_text("x")
     for place in (tmp_path, tmp_path / "new" / "deeper"):
         check_output_folder(place)
-    for place in ("", tmp_path / "file", tmp_path / "file" / "new", tmp_path / ("a" * 300)):
+    for place in ("", "-", tmp_path / "file", tmp_path / "file" / "new", tmp_path / ("a" * 300)):
         with pytest.raises(UsageError):
             check_output_folder(place)
 

@@ -200,6 +200,8 @@ def test_trees_by_name(text, nodes, levels, passes):
         ("99999x1", "expected numbers from 1 to 10000"),
         ("eagle:", "is no tree"),
         ("eagle:0", "expected numbers from 1"),
+        ("9" * 5000 + "x1", "is no tree"),
+        ("static:0," + "9" * 5000, "is no tree"),
         ("static:1", "parent of node 1 is 1"),
         ("static:0,0,3", "parent of node 3 is 3; expected an earlier node"),
         ("static:0,1,0", "breadth first"),

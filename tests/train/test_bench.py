@@ -119,6 +119,9 @@ def test_a_synthetic_target_is_read_from_disk(tmp_path, capsys):
         (["decode", "--link", "disk", "--model", "synthetic:deepseek_v2_lite"], "give --store"),
         (["decode", "--link", "fast"], "expected"),
         (["decode", "--max-new-tokens", "100000"], "no prompt fits"),
+        (["decode", "--max-new-tokens", "1"], "--max-new-tokens 1: expected 2 or more"),
+        (["verify", "--max-new-tokens", "9"], "--max-new-tokens 9: expected 10 or more"),
+        (["budget", "--max-new-tokens", "7"], "--max-new-tokens 7: expected 8 or more"),
     ],
 )
 def test_bad_calls_are_one_line(arguments, says, capsys):
