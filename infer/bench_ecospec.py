@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.cli import run_module
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.spec.ecospec import (
@@ -262,4 +263,4 @@ def _show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(run_module("bench_ecospec", main))

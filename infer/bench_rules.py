@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.rules import Drafted, Rule, make_rule
@@ -207,4 +208,4 @@ def _show(args: Arguments, found: dict[str, Any], best: StaticTree) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(run_module("bench_rules", main))

@@ -128,3 +128,11 @@ assert dict(os.environ) == surroundings, "the environment was changed"
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_programs_run_as_verbs_do():
+    """`python -m MODULE` ends in a line too, not in a traceback, where the user can mend it."""
+    for path in SOURCES:
+        _, main, program = path.read_text().partition('if __name__ == "__main__":\n')
+        if main and path.stem != "__main__":
+            assert program == f'    sys.exit(run_module("{path.stem}", main))\n', path
