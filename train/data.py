@@ -15,10 +15,10 @@ sees what the uninterrupted one would have seen. Kinds are mixed in every batch 
 that is used up starts again in a new order.
 """
 
-import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,9 @@ from zipfile import BadZipFile
 import numpy as np
 
 from dejax.ckpt.tensor_files import read_json
+from dejax.cli import run_module
 from dejax.errors import UsageError
+from infer.arguments import InputFile, OutputFolder, Positional, parse
 from train import text
 from train.text import KINDS, Document
 from train.tokenizer import load_tokenizer, save_tokenizer, token_lengths, train_tokenizer
@@ -381,19 +383,29 @@ def heldout_rows(
             yield kind, source[index * len(source) // count]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare the data as the command line says and print the counts."""
-    parser = argparse.ArgumentParser(prog="python -m train.data", description=prepare.__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--exclude", type=Path, nargs="*", default=[])
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `python -m train.data`."""
+
+    files: Positional[tuple[InputFile, ...]]
+    """Files of documents."""
+    out: OutputFolder
+    """Folder to write."""
+    exclude: tuple[InputFile, ...] = ()
+    """Files of documents that must not be trained on."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `python -m train.data`: prepares the data and prints the counts."""
+    about = "Prepare documents for pretraining."
+    args = parse(Arguments, argv, prog="python -m train.data", description=about)
     for split, meta in prepare(args.files, args.out, exclude=args.exclude).items():
         dropped = {k: v for k, v in meta.items() if k.startswith("dropped")}
         print(split, dropped)
         for kind, c in meta["counts"].items():
             print(f"  {kind:8}", *(f"{k} {v:>9}" for k, v in c.items()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_module("data", main))

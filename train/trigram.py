@@ -9,17 +9,17 @@ section 2.7) with one discount an order, down to the uniform distribution, so th
 probability zero. A document's first token is a context and is never predicted, as in `train.data`.
 """
 
-import argparse
-import json
-import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
+from dejax.cli import run_module
 from dejax.errors import UsageError
+from infer.arguments import InputFolder, Positional, parse
+from infer.output import write_json
 from train.data import TokenArrays, load_tokens
 from train.text import KINDS
 from train.tokenizer import load_tokenizer, token_lengths
@@ -183,23 +183,30 @@ def _fit_discounts(parts, vocab_size: int) -> tuple[float, float, float]:
     return discounts[0], discounts[1], discounts[2]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Fit and evaluate on a prepared data folder, print the table and write trigram.json."""
-    parser = argparse.ArgumentParser(prog="python -m train.trigram", description=__doc__)
-    parser.add_argument("data", type=Path, help="folder written by `python -m train.data`")
-    parser.add_argument("--split", default="heldout", help="split to evaluate on")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `python -m train.trigram`."""
+
+    data: Positional[InputFolder]
+    """Folder written by `python -m train.data`."""
+    split: str = "heldout"
+    """Split to evaluate on."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `python -m train.trigram`: fits, evaluates, prints the table, writes trigram.json."""
+    about = "Fit a trigram model, and evaluate it, in bits a byte."
+    args = parse(Arguments, argv, prog="python -m train.trigram", description=about)
     folder = args.data
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = fit_trigram(load_tokens(folder / "train"), vocab_size=len(tokenizer))
     result = bits_per_byte(model, load_tokens(folder / args.split), token_lengths(tokenizer))
-    partial = folder / f"trigram.json.{os.getpid()}.tmp"
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.rename(folder / "trigram.json")
+    write_json(folder / "trigram.json", result)
     print("discounts", *model.discounts)
     for kind, row in result.items():
         print(f"{kind:8}", *(f"{k} {v:>9}" for k, v in row.items()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_module("trigram", main))
