@@ -389,7 +389,10 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--mode", "top-r", "--r", "4"], "r is 4; the target routes to 3 experts"),
         ([*PROMPT, "--dtype", "int8"], "--dtype: 'int8' is not one of float32, bfloat16"),
         ([*PROMPT, "--no-such-flag"], "unknown option --no-such-flag"),
-        ([*PROMPT, "--draft", "init"], "--draft is for --mode draft-expert or ecospec, not ar"),
+        (
+            [*PROMPT, "--draft", "init"],
+            "--draft is for the modes draft-expert, ecospec, moe-spec, not",
+        ),
         ([*PROMPT, "--mode", "draft-expert"], "--mode draft-expert needs --draft"),
         ([*PROMPT, "--prompts", "/dev/null"], "give either --prompt TEXT or --prompts FILE"),
         ([], "give either --prompt TEXT or --prompts FILE"),

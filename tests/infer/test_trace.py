@@ -186,6 +186,7 @@ def test_a_record_has_every_field():
         device_seconds=0.5,
         load_seconds=0.25,
         governed=True,
+        rescued=3,
     )
     unset = [
         f.name for f in dataclasses.fields(Round) if getattr(record, f.name) in ((), 0, None, "")
