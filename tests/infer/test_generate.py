@@ -391,7 +391,7 @@ PROMPT = ["--prompt", "x"]
         ([*PROMPT, "--no-such-flag"], "unknown option --no-such-flag"),
         (
             [*PROMPT, "--draft", "init"],
-            "--draft is for the modes draft-expert, ecospec, moe-spec, not",
+            "--draft is for --mode draft-expert or ecospec or moe-spec, not ar",
         ),
         ([*PROMPT, "--mode", "draft-expert"], "--mode draft-expert needs --draft"),
         ([*PROMPT, "--prompts", "/dev/null"], "give either --prompt TEXT or --prompts FILE"),
