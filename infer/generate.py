@@ -203,7 +203,7 @@ class Arguments:
     mode: Mode = "ar"
     """How to decode: ar, or by drafts; all but moe-spec give the same tokens."""
     draft: DraftSpec | None = None
-    """Draft experts for draft-expert and ecospec: a folder from `dejax distill`, or untrained."""
+    """Draft experts for the modes that need them: a folder of `dejax distill`, or untrained ones."""
     governor: bool = True
     """Measure whether drafting pays, say so, and do not draft while it does not."""
     memory: Bytes = None
@@ -321,7 +321,7 @@ class _Stream:
 
 def main(argv: list[str]) -> int:
     """Runs `dejax generate`."""
-    about = "Decode prompts with offloaded experts; the target alone chooses every token."
+    about = "Decode prompts with offloaded experts, exactly (mode moe-spec alone is lossy)."
     args = parse(Arguments, argv, prog="dejax generate", description=about)
     prompts = [{"id": "0", "prompt": args.prompt}]
     bad: list[tuple[Any, UsageError | FailedError]] = []
