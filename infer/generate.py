@@ -203,7 +203,7 @@ class Arguments:
     mode: Mode = "ar"
     """How to decode: ar, or by drafts; all but moe-spec give the same tokens."""
     draft: DraftSpec | None = None
-    """Draft experts for the modes that need them: a folder of `dejax distill`, or untrained ones."""
+    """Draft experts for modes that need them: a folder of `dejax distill`, or untrained ones."""
     governor: bool = True
     """Measure whether drafting pays, say so, and do not draft while it does not."""
     memory: Bytes = None
