@@ -296,7 +296,6 @@ class _Loop:
         began = time.perf_counter()
         committed = len(self.tokens)
         residency.begin_round()
-        self._recompute()
         resident = residency.resident()
         governed = self._keeps_plain()
         proposal = Proposal() if governed else self._draft()
@@ -315,6 +314,7 @@ class _Loop:
         emitted = self._emit([*(proposal.tokens[row - 1] for row in outcome.rows), outcome.token])
         if self.pace.use is not None:
             self.pace.use.observe(rows, result.routes, (0, *outcome.rows))
+        self._recompute()
         prefetched = residency.prefetched()
         residency.end_round()
         self.rule.forget(len(self.tokens))
@@ -352,12 +352,12 @@ class _Loop:
     def _recompute(self) -> None:
         """Of a lossy verification: the KV of what it committed, exactly, every so many rounds."""
         budget = self.engine.budget
-        if budget is None or not budget.exact_every:
+        if budget is None or not budget.exact_every or self.finish_reason is not None:
             return
-        if self.approximate == budget.exact_every and self.exact < len(self.tokens) - 1:
+        self.approximate += 1
+        if self.approximate == budget.exact_every:
             self.engine.prefill(self.tokens[self.exact : -1], start=self.exact)
             self.exact, self.approximate = len(self.tokens) - 1, 0
-        self.approximate += 1
 
     def _keeps_plain(self) -> bool:
         """Whether this round must not draft although it might: to measure, or because it is off."""

@@ -331,7 +331,9 @@ class Engine:
         began = time.perf_counter()
         ids, gates, scores = (np.array(part) for part in jax.device_get(routing))
         self.clock.device += time.perf_counter() - began
-        resident = [expert for at, expert in self.residency.resident() if at == layer]
+        resident = []
+        if budget.rank == "residency":
+            resident = [expert for at, expert in self.residency.resident() if at == layer]
         found = restrict(ids[:rows], gates[:rows], scores[:rows], budget, resident=resident)
         ids[:rows], gates[:rows] = found.ids, found.gates
         return (x, h, *jax.device_put((ids, gates)), routing[2], guess), found.rescued

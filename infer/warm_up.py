@@ -49,7 +49,8 @@ def _counts(
     most = min(least * size, engine.target.config.moe.num_experts)
     pieces = {piece for piece in every if piece < most}
     summed = pieces | ({buckets[-1]} if most > buckets[-1] else set())
-    low = 1 if summed else bucket(least, buckets)
+    # Under a budget a pass may use fewer experts than a row of its own would.
+    low = 1 if summed or engine.budget is not None else bucket(least, buckets)
     high = bucket(min(most, buckets[-1]), buckets)
     counts: Collection[int] = {*(b for b in buckets if low <= b <= high), *summed}
     for count in {*buckets[-1:], *pieces} if prefill else counts:
