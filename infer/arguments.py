@@ -114,6 +114,13 @@ NonNegativeFloat = Annotated[float, ParsedBy(non_negative_float, "FLOAT")]
 ZeroToOne = Annotated[float, ParsedBy(zero_to_one, "FLOAT")]
 
 
+def not_empty(text: str) -> str:
+    """A name or path that is not empty: Python takes an empty path for the current folder."""
+    if not text:
+        raise UsageError("the path is empty; expected a name")
+    return text
+
+
 def _path(text: str) -> Path:
     kind_of(text)  # refuses what the system does not take
     return Path(text)
@@ -145,10 +152,12 @@ OutputFile = Annotated[Path, ParsedBy(_output_file, "FILE")]
 """A place where a file can be written, or `-`, which is standard output."""
 OutputFolder = Annotated[Path, ParsedBy(_output_folder, "DIR")]
 """A place where a folder can be made or is."""
-Model = Annotated[str, ParsedBy(str, "MODEL")]
+Model = Annotated[str, ParsedBy(not_empty, "MODEL")]
 """A model folder, or the name `tiny`."""
-DraftSpec = Annotated[str, ParsedBy(str, "DIR|init[:SEED]")]
+DraftSpec = Annotated[str, ParsedBy(not_empty, "DIR|init[:SEED]")]
 """What `dejax.ckpt.draft_state.resolve_draft` reads."""
+Config = Annotated[str, ParsedBy(not_empty, "CONFIG")]
+"""A config file, or the name of one that comes with dejax."""
 Settings = tuple[Annotated[str, ParsedBy(str, "KEY=VALUE")], ...]
 """What `train.config_files.load_config` applies."""
 

@@ -10,18 +10,18 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float
 
-from dejax.spec.budget import VerifyBudget
+from dejax.spec.budget import Rank, VerifyBudget
 from dejax.spec.control import ControlConfig
 from infer.bench_rows import Row, spread
 from infer.bench_steps import own_text
 from infer.console import Advance
 from infer.decode import DecodeOptions
-from infer.decoder import Decoder, Offload
+from infer.decoder import Decoder
 from infer.memory import peak_rss
 from infer.report import stats
 from infer.suite import Suite
@@ -33,16 +33,17 @@ CONTROL = ControlConfig(draft_length=ROWS - 1, truncate=False)
 
 
 def budgets(top_k: int, experts: int) -> list[VerifyBudget]:
-    """Those that are compared: sizes, and at one size what may be chosen otherwise."""
-    sizes = sorted({min(experts, round(top_k * times)) for times in (1, 1.5, 2, 3, 4)})
-    some = VerifyBudget(min(experts, 2 * top_k))
+    """Those that are compared: sizes by both rankings, and at one size other choices."""
+    sizes = sorted({round(top_k * times) for times in (1, 1.5, 2, 3, 4)})
+    sizes = [size for size in sizes if size < experts]  # with all of them nothing is left out
+    some = VerifyBudget(max((size for size in sizes if size <= 2 * top_k), default=experts))
     others = [
         replace(some, select="truncation"),
         replace(some, weights="raw"),
-        replace(some, rank="residency"),
         replace(some, exact_every=4),
     ]
-    return [*(VerifyBudget(size) for size in sizes), *others, VerifyBudget(experts)]
+    ranked = [VerifyBudget(size, rank=rank) for rank in get_args(Rank) for size in sizes]
+    return [*ranked, *others, VerifyBudget(experts)]
 
 
 def name_of(budget: VerifyBudget, experts: int) -> str:
@@ -75,6 +76,7 @@ def on_equal_prefixes(
             rows, laws = text[start : start + ROWS], []
             for decoder in (exact, limited):
                 decoder.residency.begin_round()
+                _as_drafted(decoder, rows, start)
                 laws.append(log_law(decoder.engine.target_rows(rows, start=start).logits))
                 decoder.residency.end_round()
             p, q = laws
@@ -83,6 +85,14 @@ def on_equal_prefixes(
             # Both go on from exact KV: errors of earlier blocks are measured in the text.
             limited.engine.prefill(rows, start=start)
     return {"kl": statistics.fmean(kl), "flip_rate": statistics.fmean(flips)}
+
+
+def _as_drafted(decoder: Decoder, rows: Sequence[int], start: int) -> None:
+    """Where a budget goes by what is on the device: brings there what a draft of the rows would."""
+    engine = decoder.engine
+    if engine.budget is not None and engine.budget.rank == "residency":
+        for row, token in enumerate(rows[:-1]):
+            engine.draft_row(token, start=start + row, r=1, prefetch=True)
 
 
 def surprises(exact: Decoder, ids: list[int], emitted: Sequence[int]) -> list[float]:
@@ -116,7 +126,7 @@ def count_steps(suite: Suite, repeats: int) -> int:
 
 def bench_budget(suite: Suite, store: Any, *, repeats: int, bar: Advance) -> list[Row]:
     """A row a budget, beside autoregressive decoding and the same drafts verified exactly."""
-    config, offload = suite.target.config, Offload(device_cache=0, link=suite.link)
+    config, offload = suite.target.config, suite.offload(0)
     place: Any = dict(offload=offload, capacity=suite.capacity, store=store)
     prompts = [ids for _, ids in suite.prompts]
     options = DecodeOptions(

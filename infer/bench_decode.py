@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dejax.ckpt.expert_store import ExpertStore
 from infer.bench_limits import Limits
+from infer.bench_link import most_of_link
 from infer.bench_rows import Row, spread
 from infer.decode import PATH_MODES
 from infer.memory import peak_rss
@@ -18,6 +20,7 @@ from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all
 
 FULL: dict[str, Any] = dict(draft_length=6, truncate=True, prefetch=True)
 LOOK = "look-ahead"
+ORACLE = "oracle prefetch (not a real system)"
 TREES = ("2x3", "best8")
 
 
@@ -52,6 +55,7 @@ def drafting() -> list[Run]:
         Run("draft-expert, K=6, truncated", mode, draft_length=6, truncate=True),
         Run("draft-expert, K=6, truncated, prefetch", mode, **FULL),
         Run(f"draft-expert, K=6, truncated, prefetch, {LOOK}", mode, look_ahead=True, **FULL),
+        Run(f"draft-expert, K=6, truncated, {ORACLE}", mode, prefetch_oracle=True, **FULL),
         Run("draft-expert, K=6, cost, prefetch", mode, **_full(controller="cost")),
         Run("draft-expert, K=6, random, prefetch", mode, **_full(controller="random")),
         Run("draft-expert, K=6, confidence only, prefetch", mode, **_full(budget="off")),
@@ -61,6 +65,20 @@ def drafting() -> list[Run]:
             mode,
             cache=0.5,
             look_ahead=True,
+            **FULL,
+        ),
+        Run(
+            "draft-expert, K=6, half cached, prefetch, drafts by residents",
+            mode,
+            cache=0.5,
+            draft_resident=0.6,
+            **FULL,
+        ),
+        Run(
+            f"draft-expert, K=6, half cached, {ORACLE}",
+            mode,
+            cache=0.5,
+            prefetch_oracle=True,
             **FULL,
         ),
         *(Run(f"draft-expert, tree {t}, prefetch", mode, prefetch=True, tree=t) for t in TREES),
@@ -146,11 +164,15 @@ def seeded(runs: Sequence[Run], temperature: float) -> list[Run]:
 
 
 def bench_decode(
-    suite: Suite, runs: Sequence[Run], limits: Limits, *, repeats: int
+    suite: Suite, runs: Sequence[Run], limits: Limits, *, store: ExpertStore, repeats: int
 ) -> tuple[list[Row], list[Result]]:
     """Decodes every run `repeats` times; a row a run, and what the runs gave."""
+    rate = most_of_link(store, suite.link, repeats=max(3, repeats))
     results = run_all(suite, runs, repeats=repeats)
-    rows = [_row(suite, result, results, limits) for result in results]
+    rows = [
+        decode_row(suite, result, results, store=store, rate=rate, limits=limits)
+        for result in results
+    ]
     for result in results:
         if result.run.governor:
             rows += _by_kind(suite, result, results)
@@ -158,11 +180,12 @@ def bench_decode(
 
 
 def _plain(run: Run, results: Sequence[Result], cache: float) -> Result | None:
-    """Autoregressive decoding at the temperature of `run`, with a cache of its own."""
+    """Autoregressive decoding at the temperature and in the engine of `run`, with such a cache."""
     same = (
         other
         for other in results
         if other.run.mode == "ar"
+        and other.run.engine == run.engine
         and not other.run.look_ahead
         and other.run.temperature == run.temperature
         and other.run.cache == cache
@@ -197,9 +220,24 @@ def _by_kind(suite: Suite, result: Result, results: Sequence[Result]) -> list[Ro
     return rows
 
 
-def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits) -> Row:
+def decode_row(
+    suite: Suite,
+    result: Result,
+    results: Sequence[Result],
+    *,
+    store: ExpertStore,
+    rate: float | None,
+    limits: Limits | None = None,
+) -> Row:
+    """A run's row, beside autoregressive decoding among `results`.
+
+    An engine that holds all experts has autoregressive decoding of its own, no link and no loads.
+    `rate` is that of `most_of_link`.
+    """
     run, found = result.run, result.row["stats"]
-    reference, same = _plain(run, results, 0.0), _plain(run, results, run.cache)
+    link = None if run.engine == "resident" else suite.link
+    reference = _plain(run, results, 0.0 if link else run.cache)
+    same = _plain(run, results, run.cache) if link else None
     assert reference is not None
     ar = reference.row["stats"]
     rates = result.rates()
@@ -209,15 +247,9 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
     seconds = sum(kind["seconds"] for kind in found["loads"].values())
     limit = None
     # Looking ahead, loads do not wait for their layer: that limit does not hold.
-    if run.mode == "ar" and not run.look_ahead:
-        load = suite.link.seconds(0) * count + seconds if not suite.link.simulated else None
-        per_token = (
-            count / found["emitted"] * suite.link.seconds(moved // max(count, 1))
-            if load is None
-            else load / found["emitted"]
-        )
-        limit = 1 / limits.offloaded(per_token / limits.moe_layers)
-    rate = suite.link.bytes_per_second
+    if limits is not None and run.mode == "ar" and not run.look_ahead:
+        least = seconds if rate is None else count * suite.link.latency_seconds + moved / rate
+        limit = 1 / limits.offloaded(least / found["emitted"] / limits.moe_layers)
     first_drafter = next(
         (other.row["stats"] for other in results if other.run.mode == "top-r" and other.run.r == 1),
         None,
@@ -230,17 +262,18 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         options=result.row["options"]
         | {
             "identical_to_ar": result.row["identical_to_ar"],
-            "link_bytes_per_second": suite.link.bytes_per_second,
+            "link_bytes_per_second": rate,
+            "encoding": store.encoding,
         },
-        link=suite.link.describe(),
-        simulated=suite.link.simulated,
+        link=None if link is None else link.describe(),
+        simulated=link is not None and link.simulated,
         tps=tps,
         ratio_to_ar=tps / statistics.median(reference.rates()),
         ratio_to_same_cache=tps / statistics.median(same.rates()) if same else None,
         limit_tps=limit,
         share_of_limit=None if limit is None else tps / limit,
-        link_utilisation=_share(moved, rate and rate * found["decode_seconds"]),
-        load_share=_load_share(result),
+        link_utilisation=_share(moved, rate and rate * found["decode_seconds"]) if link else None,
+        load_share=_load_share(result) if link else None,
         tokens_per_round=found["tokens_per_round"],
         cost_verify=_share(found["target_pass_seconds"], ar["target_pass_seconds"])
         if run.mode != "ar"
@@ -250,12 +283,13 @@ def _row(suite: Suite, result: Result, results: Sequence[Result], limits: Limits
         else None,
         acceptance_rate=found["acceptance_rate"],
         unique_layer_experts=found["unique_layer_experts"],
-        bytes_per_token=moved / found["emitted"],
+        bytes_per_token=moved / found["emitted"] if link else None,
         accepted_per_expert_loaded=_share(found["emitted"], count),
         prefetch_recall=found["prefetch_recall"],
         prefetch_precision=found["prefetch_precision"],
         shuffled_recall=found["shuffled_recall"],
         shuffled_precision=found["shuffled_precision"],
+        controller_share=None if run.mode == "ar" else found["controller_share"],
         peak_rss_bytes=peak_rss(),
         repeats=len(rates),
         spread=spread(rates),

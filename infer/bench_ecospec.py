@@ -3,7 +3,7 @@
 Host seconds of a choice among many nodes at the dimensions of a large model, without a model. Then
 the same recorded rounds, in which all nodes of a tree were verified, under different choices: by
 confidence, by expert cost with each predictor, and with the routes that the verification really had
-(the most that a predictor could give). Then decodes of both kinds, at cache 0 and half.
+(the most that a predictor could give). Decodes under each choice: `dejax bench trees`.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dejax.ckpt.draft_state import resolve_draft
+from dejax.ckpt.predictor_file import load_predictor
 from dejax.cli import run_module
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
@@ -31,19 +32,26 @@ from dejax.spec.ecospec import (
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
 from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
 from dejax.target import read_outline
-from infer.arguments import DraftSpec, InputFile, OutputFile, Positional, PositiveInt, parse
+from infer.arguments import (
+    DraftSpec,
+    InputFile,
+    Model,
+    OutputFile,
+    Positional,
+    PositiveInt,
+    parse,
+)
 from infer.console import print_table
 from infer.link import parse_link
 from infer.loading import load_shown
 from infer.output import report
 from infer.prompts import DEMO_PROMPTS, encode_prompts, read_prompts
-from infer.suite import Result, Run, Suite, run_all
+from infer.suite import Run, Suite, run_all
 from infer.trace import Round
 from infer.units import format_percent
 
-WHOLE, KEPT = "2x3", "best8"
-"""The tree that is recorded, and the one that is decoded with: the best 8 nodes of the other."""
-MOST = 8
+WHOLE, MOST = "2x3", 8
+"""The tree that is recorded, and how many of its nodes are chosen at most."""
 COSTS = (0.3, 1.0, 3.0)
 SIZES = (4, 5, 6)
 """Trees by confidence that are as small as those by expert cost come out."""
@@ -55,14 +63,14 @@ class Arguments:
 
     draft: DraftSpec
     """Draft experts."""
-    model: Positional[str] = "tiny"
+    model: Positional[Model] = "tiny"
     """A model, as for `dejax generate`."""
     prompts: InputFile | None = None
     """Prompts as JSON lines; those that come with dejax unless given."""
     max_new_tokens: PositiveInt = 64
     """New tokens of a prompt at most."""
-    repeats: PositiveInt = 1
-    """How often all decodes are made; their median counts."""
+    predictor: InputFile | None = None
+    """A trained predictor of experts, to measure beside the others."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
 
@@ -131,7 +139,8 @@ def replayed(
         if true_routes:
             predicted = dict(enumerate(routes))
         used = record.draft_used
-        kept = choose(_nodes(record, predicted), Paid(predicted[0], used, available=used), use)
+        nodes = _nodes(record, predicted, use.grid)
+        kept = choose(nodes, Paid(predicted[0], used, available=used), use)
         path = accepted_path(record.drafted, record.parents, record.emitted[: record.accepted])
         accepted = next((i for i, row in enumerate(path) if row not in kept), len(path))
         tokens += accepted + (len(record.emitted) > accepted)
@@ -146,7 +155,7 @@ def replayed(
     }
 
 
-def _nodes(record: Round, predicted: dict[int, frozenset]) -> list[Node]:
+def _nodes(record: Round, predicted: dict[int, frozenset], grid: ExpertGrid) -> list[Node]:
     nodes: list[Node] = []
     deep = depths(record.parents)
     for row, (token, parent, own) in enumerate(
@@ -154,7 +163,8 @@ def _nodes(record: Round, predicted: dict[int, frozenset]) -> list[Node]:
     ):
         confidence = min(own, 1.0) * (nodes[parent - 1].confidence if parent else 1.0)
         routes = predicted.get(row)
-        nodes.append(Node(token, parent, int(deep[row]), own, confidence, routes))
+        told = grid.flat(record.predicted[row - 1]) if record.predicted else None
+        nodes.append(Node(token, parent, int(deep[row]), own, confidence, routes, told))
     return nodes
 
 
@@ -165,6 +175,8 @@ def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict
         found = replayed(traces, config, lambda nodes, paid, use, n=most: most_confident(nodes, n))
         rows.append({"name": f"confidence, {most}"} | found)
     known: list[tuple[bool, Predictor]] = [(False, predictor) for predictor in PREDICTORS[::-1]]
+    if any(record.predicted for trace in traces for record in trace):
+        known.append((False, "trained"))
     known.append((True, "router"))
     for true, predictor in known:
         for cost in COSTS:
@@ -180,55 +192,32 @@ def choices(traces: Sequence[Sequence[Round]], config: ModelConfig) -> list[dict
     return rows
 
 
-def runs() -> list[Run]:
-    """Autoregressive decoding, trees by confidence, and by expert cost, at cache 0 and half."""
-    found = [Run("AR", "ar")]
-    for size in (MOST, *SIZES):
-        way: Any = dict(tree=f"{WHOLE}:{size}", prefetch=True)
-        found.append(Run(f"confidence, {size}", "draft-expert", **way))
-    for cost, predictor in (*((c, "router") for c in COSTS), (0.3, "table"), (0.3, "persistence")):
-        way = dict(tree=KEPT, prefetch=True, expert_cost=cost, predictor=predictor)
-        found.append(Run(f"expert cost {cost:g}, {predictor}", "ecospec", **way))
-    return [
-        replace(run, name=run.name + (", half cached" if cache else ""), cache=cache)
-        for cache in (0.0, 0.5)
-        for run in found
-    ]
-
-
 def main(argv: list[str]) -> int:
     """Runs the measurement."""
     about = "Measure what choosing draft trees by expert cost gives."
     args = parse(Arguments, argv, prog="python -m infer.bench_ecospec", description=about)
     records = read_prompts(DEMO_PROMPTS if args.prompts is None else args.prompts)
-    draft = resolve_draft(args.draft, read_outline(args.model))
+    outline = read_outline(args.model)
+    draft = resolve_draft(args.draft, outline)
+    trained = None
+    if args.predictor is not None:
+        trained = load_predictor(args.predictor, outline, draft)
     choosing = choosing_seconds()
     target = load_shown(args.model, "float32")
     prompts = [(record["id"], ids) for record, ids in encode_prompts(target, records, chat=True)]
-    suite = Suite(target, draft, prompts, args.max_new_tokens, parse_link("real"))
+    suite = Suite(
+        target, draft, prompts, args.max_new_tokens, parse_link("real"), predictor=trained
+    )
     whole = Run("all nodes", "draft-expert", tree=WHOLE, prefetch=True)
-    recorded, *decoded = run_all(suite, [whole, *runs()], repeats=args.repeats)
+    if trained is not None:  # the same drafts, with what it expects of each node
+        whole = replace(whole, mode="ecospec", expert_cost=0.0, predictor="trained")
+    recorded, _ = run_all(suite, [whole, Run("AR", "ar")])
     found = {
         "choosing": choosing,
         "choices": choices(recorded.traces, target.config),
-        "decodes": [_decode_row(result) for result in decoded],
     }
     report(args.json, found, lambda: _show(found))
     return 0
-
-
-def _decode_row(result: Result) -> dict[str, Any]:
-    found = result.row["stats"]
-    moved = sum(kind["bytes"] for kind in found["loads"].values())
-    return {
-        "name": result.run.name,
-        "identical_to_ar": result.row["identical_to_ar"],
-        "nodes": found["drafted"] / found["rounds"],
-        "tokens_per_round": found["tokens_per_round"],
-        "unique_layer_experts": found["unique_layer_experts"],
-        "bytes_per_token": moved / found["emitted"],
-        "tps": statistics.median(result.rates()),
-    }
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -252,14 +241,6 @@ def _show(found: dict[str, Any]) -> None:
         rows,
         "unique layer-experts of a verification, nothing cached",
     )
-    rows = [
-        [r["name"], *(f"{r[k]:.2f}" for k in names)]
-        + [f"{r['bytes_per_token'] / 1e6:.3f}", f"{r['tps']:.1f}"]
-        for r in found["decodes"]
-    ]
-    wrong = [r["name"] for r in found["decodes"] if not r["identical_to_ar"]]
-    note = f"not the tokens of AR: {', '.join(wrong)}" if wrong else "all have the tokens of AR"
-    print_table("decodes", ["run", *headings, "MB a token", "tokens/s"], rows, note)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def _feed_forward(target: Target, store: Any) -> float:
         for i in range(layers * top_k)
     ]
     groups = expert_groups(config, form.bytes, top_k)
-    options: Any = dict(activation=config.moe.activation, packing=form.packing)
+    options: Any = dict(r=None, activation=config.moe.activation, packing=form.packing)
 
     def run(layer: int) -> Any:
         x, first = h, layer * top_k

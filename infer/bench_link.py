@@ -57,6 +57,19 @@ def plain_reads(store: ExpertStore, pairs: Sequence[Pair]) -> float:
     return len(pairs) * store.bytes_per_expert / seconds
 
 
+def most_of_link(store: ExpertStore, link: Link, *, repeats: int) -> float | None:
+    """Bytes a second that a link gives at most, median; None where nothing is known of it.
+
+    Of a simulated one it is the stated rate, of the disk what `plain_reads` reach.
+    """
+    if not link.cold:
+        return link.bytes_per_second
+    size = store.bytes_per_expert
+    return statistics.median(
+        plain_reads(store, sample(store, size, repeat)) for repeat in range(repeats)
+    )
+
+
 def moved_rate(store: ExpertStore, pairs: Sequence[Pair], link: Link, readers: int) -> float:
     """Bytes a second, as stored, of experts that are brought to the device over a link."""
     with Residency(

@@ -112,28 +112,99 @@ def plot_dense_and_moe(rows: Sequence[dict[str, Any]], path: Path) -> None:
     _plot(path, list(lines.items()), "rows of the pass", "time over that of one row")
 
 
+def plot_trees(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bytes a token by the nodes that a round verifies, greedy: a panel a place."""
+    greedy = [row for row in rows if row["tps"] and not row["options"]["temperature"]]
+    places = list(dict.fromkeys(_place(row) for row in greedy))
+    figure = Figure(figsize=(3.6 * len(places), 3.8), layout="constrained")
+    for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places, strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        lines: dict[str, list[tuple[Number, Number]]] = {}
+        for row in greedy:
+            moved = row["bytes_per_token"]
+            read = f"MB {'read' if moved is None else 'moved'} a token"
+            count = (row["read_per_token"] if moved is None else moved) / 1e6
+            if _place(row) == place and row["mode"] == "ar":
+                axes.axhline(count, color=INK, linestyle=":", label="AR")
+                axes.set_ylabel(read)
+            elif _place(row) == place:
+                lines.setdefault(_system(row), []).append((row["nodes_per_round"], count))
+        for index, (name, points) in enumerate(lines.items()):
+            style: dict[str, Any] = dict(color=LINES[index % len(LINES)], markersize=4)
+            style["linestyle"] = "" if name == "chain" else "-"  # chains differ in their controller
+            axes.plot(
+                *zip(*sorted(points), strict=True), marker=MARKERS[index % 4], label=name, **style
+            )
+        axes.set_title(place, fontsize=9)
+        axes.set_xlabel("nodes that a round verifies")
+        axes.set_ylim(bottom=0)
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, frameon=False, loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def _place(row: dict[str, Any]) -> str:
+    """Where the experts of a row are."""
+    options = row["options"]
+    if options["engine"] == "resident":
+        return "all resident"
+    return f"{options['cache']:.0%} cached" if options["cache"] else "nothing cached"
+
+
+def _system(row: dict[str, Any]) -> str:
+    """What a row's line is called among draft trees."""
+    options = row["options"]
+    if row["mode"] != "ecospec":
+        return "chain" if options["tree"] == "chain" else "tree by confidence"
+    if options["oracle"]:
+        return "EcoSpec by oracle (no real system)"
+    return "EcoSpec" + ("" if options["predictor"] == "router" else f", {options['predictor']}")
+
+
+BUDGET_PANELS = {
+    "ratio_to_ar": ("x autoregressive decoding", 1.0),
+    "bytes_per_token": ("MB moved a token", 1e-6),
+    "kl": ("KL from the exact laws (nats)", 1.0),
+    "flip_rate": ("other likeliest token (% of rows)", 100.0),
+}
+"""What is drawn over a budget: field -> axis, and what its values are multiplied by."""
+RANKS = {"weight": "experts by router weight", "residency": "experts on the device first"}
+
+
 def plot_budget(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed of a lossy verification, and its distance from the exact laws, by its budget."""
-    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
-    axes = figure.subplots()
-    other = axes.twinx()
-    plain = {"select": "substitution", "weights": "compensate", "rank": "weight", "exact_every": 0}
+    """What a lossy verification gains and what it costs, by its budget and its ranking."""
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    figure.suptitle("mode moe-spec (lossless: false)", fontsize=10)
+    plain = {"select": "substitution", "weights": "compensate", "exact_every": 0}
     chosen = [
         row
         for row in rows
         if (budget := row["options"]["budget"]) and plain.items() <= budget.items()
     ]
-    sizes = [row["options"]["budget"]["experts"] for row in chosen]
-    exact = next(row["ratio_to_ar"] for row in rows if row["mode"] == "draft-expert")
-    axes.plot(sizes, [row["ratio_to_ar"] for row in chosen], "o-", color=ACCENT, label="speed")
-    axes.axhline(exact, color=ACCENT, linestyle=":", label="speed, exact verification")
-    other.plot(sizes, [row["kl"] for row in chosen], "s-", color=INK, label="KL")
-    axes.set_xlabel("experts a layer that a verification may use (B)")
-    axes.set_ylabel("x autoregressive decoding")
-    other.set_ylabel("KL from the exact laws (nats)")
-    for each in (axes, other):
-        each.set_ylim(bottom=0)
-    figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=3)
+    sizes = sorted({row["options"]["budget"]["experts"] for row in chosen})
+    exact = next(row for row in rows if row["mode"] == "draft-expert")
+    panels = figure.subplots(2, 2).ravel()
+    for axes, (field, (label, factor)) in zip(panels, BUDGET_PANELS.items(), strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        for (rank, name), style in zip(RANKS.items(), ("o-", "s--"), strict=True):
+            points = sorted(
+                (budget["experts"], factor * row[field])
+                for row in chosen
+                # With all experts allowed, there is nothing to rank.
+                if (budget := row["options"]["budget"])["rank"] == rank
+                or budget["experts"] == sizes[-1]
+            )
+            color = ACCENT if rank == "weight" else INK
+            axes.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
+        axes.axhline(factor * exact[field], color=ACCENT, linestyle=":", label="exact verification")
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("experts a layer that a verification may use (B)")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, frameon=False, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
 
 
@@ -143,6 +214,7 @@ PLOTS: dict[str, Callable[[Sequence[dict[str, Any]], Path], None]] = {
     "draft": plot_lengths,
     "verify": plot_widths,
     "budget": plot_budget,
+    "trees": plot_trees,
 }
 """The plot of a suite, if it has one."""
 

@@ -30,12 +30,16 @@ class Row:
         share_of_limit: tps over it.
       link_utilisation: bytes moved over (rate of the link x time).
       load_share: of the decode's time, spent waiting for loads (Figure 1b).
-      tokens_per_round: emitted / rounds.
+      tokens_per_round: emitted / rounds; nodes_per_round: tokens verified beside the pending one.
       cost_verify: a target pass over an autoregressive one; cost_draft: a draft pass over one of
         shared + top-1.
       acceptance_rate: accepted / drafted.
       unique_layer_experts: those that a round's target pass reads, mean.
-      bytes_per_token: bytes of experts moved, as stored, over emitted tokens.
+      bytes_per_token: bytes of experts moved, as stored, over emitted tokens; read_per_token: bytes
+        of experts read from the device's memory: a round's target pass reads each distinct one
+        once, so do all draft passes of the round together.
+      bytes_to_same_size: the bytes that count in this place (moved; read where nothing is) over
+        those of trees by confidence of the same mean size, between the two nearest measured.
       accepted_per_expert_loaded: emitted tokens over experts moved.
       ratio_to_same_cache: tps over autoregressive decoding with the same cache (LRU).
       kl, flip_rate: of a lossy verification, on equal prefixes: mean KL from the exact laws (nats),
@@ -43,6 +47,7 @@ class Row:
         exact target; first_divergence: mean place of the first other token.
       prefetch_recall, prefetch_precision, shuffled_recall, shuffled_precision: as `infer.report`
         has them.
+      controller_share: of the decode's time, spent on deciding what to draft and to verify.
       seconds: of one thing where the row is about a step or a transfer, median.
       bytes_per_second: of moved bytes.
       peak_rss_bytes: most memory that the process had resident, up to here.
@@ -64,11 +69,14 @@ class Row:
     link_utilisation: float | None = None
     load_share: float | None = None
     tokens_per_round: float | None = None
+    nodes_per_round: float | None = None
     cost_verify: float | None = None
     cost_draft: float | None = None
     acceptance_rate: float | None = None
     unique_layer_experts: float | None = None
     bytes_per_token: float | None = None
+    read_per_token: float | None = None
+    bytes_to_same_size: float | None = None
     accepted_per_expert_loaded: float | None = None
     kl: float | None = None
     flip_rate: float | None = None
@@ -78,6 +86,7 @@ class Row:
     prefetch_precision: float | None = None
     shuffled_recall: float | None = None
     shuffled_precision: float | None = None
+    controller_share: float | None = None
     seconds: float | None = None
     bytes_per_second: float | None = None
     peak_rss_bytes: int | None = None
@@ -135,11 +144,14 @@ COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "link_utilisation": ("link in use", format_percent),
     "load_share": ("waiting for loads", format_percent),
     "tokens_per_round": ("tokens a round", _times(1.0)),
+    "nodes_per_round": ("nodes a round", _times(1.0)),
     "acceptance_rate": ("accepted", format_percent),
     "cost_verify": ("verify/AR", _times(1.0)),
     "cost_draft": ("draft/top-1", _times(1.0)),
     "unique_layer_experts": ("unique experts", _times(1.0)),
     "bytes_per_token": ("MB a token", _times(1e-6)),
+    "read_per_token": ("MB read a token", _times(1e-6)),
+    "bytes_to_same_size": ("bytes/tree of its size", _times(1.0)),
     "kl": ("KL", _times(1.0)),
     "flip_rate": ("flips", format_percent),
     "perplexity": ("perplexity", _times(1.0)),
@@ -148,6 +160,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], float | str]]] = {
     "prefetch_precision": ("precision", format_percent),
     "shuffled_recall": ("recall, shuffled", format_percent),
     "shuffled_precision": ("precision, shuffled", format_percent),
+    "controller_share": ("controller", format_percent),
     "seconds": ("ms", _times(1e3)),
     "bytes_per_second": ("GB/s", _times(1e-9)),
     "spread": ("spread", format_percent),

@@ -23,7 +23,15 @@ from dejax.spec.sampling import SamplingConfig
 from dejax.spec.sequoia import StaticTree, best_static_tree
 from dejax.spec.tree_options import parse_tree
 from dejax.target import read_outline
-from infer.arguments import DraftSpec, InputFile, OutputFile, Positional, PositiveInt, parse
+from infer.arguments import (
+    DraftSpec,
+    InputFile,
+    Model,
+    OutputFile,
+    Positional,
+    PositiveInt,
+    parse,
+)
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.loading import load_shown
@@ -62,7 +70,7 @@ SAMPLINGS = {
 class Arguments:
     """Arguments of the measurement."""
 
-    model: Positional[str] = "tiny"
+    model: Positional[Model] = "tiny"
     """A model, as for `dejax generate`."""
     draft: DraftSpec | None = None
     """Draft experts; without them the draft is top-1."""

@@ -13,7 +13,7 @@ from dejax.draft.expert import Draft
 from infer.bench_rows import Row, spread
 from infer.console import Advance
 from infer.decode import DecodeOptions
-from infer.decoder import Decoder, Offload
+from infer.decoder import Decoder
 from infer.memory import peak_rss
 from infer.suite import Suite
 
@@ -40,7 +40,7 @@ def bench_verify(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
     rows: list[Row] = []
     moe: list[tuple[str, int | None]] = [("nothing cached", 0), ("all cached", None)]
     for cached, cache in moe if suite.target.config.moe_layers else [("dense", None)]:
-        offload = Offload(device_cache=cache, link=suite.link)
+        offload = suite.offload(cache)
         with Decoder(
             suite.target, offload=offload, capacity=suite.capacity, store=store
         ) as decoder:
@@ -68,13 +68,14 @@ def bench_verify(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
                     engine.target_rows(text[start : start + WIDTHS[-1]], start=start)
                     residency.take_events()
                 bar.advance(1)
-        rows += _width_rows(suite, cached, seconds, unique, moved)
+        rows += _width_rows(suite, cached, store, seconds, unique, moved)
     return rows
 
 
 def _width_rows(
     suite: Suite,
     cached: str,
+    store: Any,
     seconds: dict[int, list[float]],
     unique: dict[int, list[int]],
     moved: dict[int, list[int]],
@@ -85,7 +86,11 @@ def _width_rows(
             name=f"{width} rows, {cached}" if width > 1 else f"1 row, {cached}",
             model=suite.target.name,
             mode="verify",
-            options={"rows": width, "unique_layer_experts": statistics.mean(unique[width])},
+            options={
+                "rows": width,
+                "unique_layer_experts": statistics.mean(unique[width]),
+                "encoding": store.encoding,
+            },
             link=suite.link.describe(),
             simulated=suite.link.simulated,
             cost_verify=statistics.median(seconds[width]) / one,
@@ -113,7 +118,7 @@ def bench_draft(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
     rows: list[Row] = []
     for cached, cache in (("nothing cached", 0), ("all cached", None)):
         seconds: dict[str, list[float]] = {"target": []} | {name: [] for name, _, _ in cases}
-        offload = Offload(device_cache=cache, link=suite.link)
+        offload = suite.offload(cache)
         options: Any = dict(offload=offload, capacity=suite.capacity, store=store)
         with (
             Decoder(target, **options) as plain,
@@ -144,13 +149,14 @@ def bench_draft(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
                         decoder.residency.end_round()
                     seconds["target"].append(spent)
                 bar.advance(1)
-        rows += _draft_rows(suite, cached, cases, seconds)
+        rows += _draft_rows(suite, cached, store, cases, seconds)
     return rows
 
 
 def _draft_rows(
     suite: Suite,
     cached: str,
+    store: Any,
     cases: Sequence[tuple[str, int, Any]],
     seconds: dict[str, list[float]],
 ) -> list[Row]:
@@ -161,7 +167,12 @@ def _draft_rows(
             name=f"{name}, {cached}",
             model=suite.target.name,
             mode="draft",
-            options={"r": r, "draft_expert": draft is not None, "share_of_ar_step": median / step},
+            options={
+                "r": r,
+                "draft_expert": draft is not None,
+                "share_of_ar_step": median / step,
+                "encoding": store.encoding,
+            },
             link=suite.link.describe(),
             simulated=suite.link.simulated,
             cost_draft=median / first,

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Int
 from dejax.ckpt.expert_codec import Packing, unpack
 from dejax.config import ClampedSwiGLU
 from dejax.nn.experts import experts_of_rows, unique_weights
+from infer.passes import residents_first
 from infer.whole_pass import ExpertsOf, WholePassEngine
 
 GROUP = 8
@@ -97,6 +98,20 @@ class Asked:
             return add_group(state)[2]
         return jax.lax.while_loop(lambda state: state[1] > 0, add_group, state)[2]
 
+    def prefer(
+        self,
+        layer: int,
+        ids: Int[Array, "R K"],
+        gates: Float[Array, "R K"],
+        given: Int[Array, ""],
+        *,
+        r: int,
+        ratio: float,
+    ) -> Int[Array, "R K"]:
+        ask = partial(_order, layer, r, ratio)
+        shape = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+        return io_callback(ask, shape, given, ids, gates.astype(jnp.float32))
+
     def _numbers(self, record: tuple[Array, ...], dtype: Any, *, wide: bool) -> Any:
         if self.packing is not None:
             return unpack(self.packing, record[0], dtype)
@@ -111,6 +126,13 @@ def _answer(
     """The callback: asks the engine of this number."""
     number, ids, first = jax.device_get((engine, ids, first))
     return _ENGINES[int(number)].answer(layer, kind, size, crossing, parts, ids, int(first))
+
+
+def _order(layer: int, r: int, ratio: float, engine: Any, ids: Any, gates: Any):
+    """The callback of a draft pass that prefers residents."""
+    number, ids, gates = jax.device_get((engine, ids, gates))
+    residency = _ENGINES[int(number)].residency
+    return residents_first(residency, layer, ids, gates, r=r, ratio=ratio).astype(np.int32)
 
 
 class CallbackEngine(WholePassEngine):

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.spec.accept import draft_limit, finish
+from dejax.spec.confidence import ByHead, ByProbability, Confidence, Sureness
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.ecospec import EcoConfig, ExpertCost
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
@@ -25,7 +26,7 @@ from infer.drafters import Drafter, DraftPhase, NGramProposer, PathDrafter, Prop
 from infer.engines import EngineLike
 from infer.timing import Pace
 from infer.trace import Round
-from infer.tree_drafter import TreePhase, check_tree
+from infer.tree_drafter import Foresee, TreePhase, check_tree
 
 Mode = Literal["ar", "top-r", "draft-expert", "n-gram", "ecospec", "moe-spec"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -50,6 +51,9 @@ class DecodeOptions:
       tree: how the drafts of a path through the target branch; other drafts are chains.
       rule: how a draft is accepted (`dejax.spec.rules`).
       eco: what experts weigh in `ecospec`.
+      draft_resident: given, a draft pass takes an expert on the device in place of one that is not,
+        if its gate is at least so many times as large (0 to 1).
+      confidence: whose word on a drafted token counts, where the draft has a confidence head.
     """
 
     mode: Mode = "ar"
@@ -63,6 +67,8 @@ class DecodeOptions:
     tree: TreeConfig = CHAIN
     rule: Rule = "match"
     eco: EcoConfig = EcoConfig()
+    draft_resident: float | None = None
+    confidence: Confidence = "head"
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -76,10 +82,22 @@ class DecodeOptions:
             raise UsageError(f"draft_length {self.control.draft_length} exceeds {most}")
         if self.mode == "ecospec" and self.rule in REJECTION:
             raise UsageError(
-                f"rule {self.rule} would lose the target's law: mode ecospec drops drafted tokens "
-                "for the experts that they need; give --rule match or R4"
+                f"rule {self.rule} would lose the target's law: mode ecospec chooses nodes by the "
+                "experts that their sampled values need; give --rule match or R4"
             )
         check_rule(self.rule, control=self.control, tree=self.tree)
+        ratio = self.draft_resident
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise UsageError(f"draft_resident is {ratio}; expected a ratio of gates, 0 to 1")
+        if ratio is not None and self.rule in REJECTION:
+            raise UsageError(
+                f"rule {self.rule} with --draft-resident: its tokens would depend on what is on "
+                "the device; give --rule match or R4"
+            )
+        if self.confidence not in get_args(Confidence):
+            raise UsageError(
+                f"confidence {self.confidence!r} is unknown; expected head or probability"
+            )
 
     @property
     def draft_tree(self) -> TreeConfig:
@@ -105,6 +123,11 @@ class DecodeOptions:
     def drafted_rows(self) -> int:
         """Most rows of a round's draft passes after that over the pending token."""
         return sum(self.draft_tree.pass_rows()) if self.branches else self.draft_nodes
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a trained predictor has a say."""
+        return self.mode == "ecospec" and self.eco.predictor == "trained"
 
     @property
     def branches(self) -> bool:
@@ -153,9 +176,11 @@ def make_drafter(engine: EngineLike, options: DecodeOptions) -> Drafter | Propos
     check_options(options, config, drafts=engine.draft is not None)
     if (options.mode == "moe-spec") != (engine.budget is not None):
         raise UsageError("a verification budget and mode moe-spec: give both or neither")
+    if options.predicts and engine.predictor is None:
+        raise UsageError("the predictor is trained, and none was given: load one for this draft")
     if options.mode == "n-gram":
         return NGramProposer(config.eos_ids if options.stop_at_eos else ())
-    return PathDrafter(engine, options.r)
+    return PathDrafter(engine, options.r, options.draft_resident)
 
 
 def decode(
@@ -166,14 +191,17 @@ def decode(
     sample: int = 0,
     drafter: Drafter | Proposer | None = None,
     pace: Pace | None = None,
+    foresee: Foresee | None = None,
 ) -> Iterator[Round]:
     """Decodes one sequence, yielding a trace record after the prefill and after every round.
 
     The concatenated `emitted` of the records are the new tokens. `sample` tells several samples of
     one prompt apart. The caller owns engine, residency and drafter, and may keep `pace`, what
-    decodes with these options have learned of their speed, from one to the next.
+    decodes with these options have learned of their speed, from one to the next. `foresee` tells
+    trees their true routes, for measurements.
     """
-    loop = _Loop(engine, prompt, options, sample, drafter, Pace() if pace is None else pace)
+    pace = Pace() if pace is None else pace
+    loop = _Loop(engine, prompt, options, sample, drafter, pace, foresee)
     yield loop.prefill()
     while loop.finish_reason is None:
         yield loop.round()
@@ -190,8 +218,9 @@ class _Loop:
         sample: int,
         drafter: Drafter | Proposer | None,
         pace: Pace,
+        foresee: Foresee | None,
     ):
-        self.engine, self.options, self.pace = engine, options, pace
+        self.engine, self.options, self.pace, self.foresee = engine, options, pace, foresee
         config = engine.target.config
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.finish_reason: str | None = None
@@ -210,11 +239,14 @@ class _Loop:
                 self.engine,
                 options.draft_tree,
                 drafter.r,
-                self.rule.draft,
+                self._sureness(),
                 self.pace.timings,
                 prefetch=options.prefetch,
                 eos_ids=self.eos_ids,
                 choose=self._by_expert_cost() if options.mode == "ecospec" else None,
+                foresee=self.foresee,
+                resident=drafter.resident,
+                predictor=self.engine.predictor if options.predicts else None,
             )
         return DraftPhase(
             drafter,
@@ -225,11 +257,24 @@ class _Loop:
                 calibration=self.pace.calibration,
             ),
             self.rule.draft,
+            self._sureness(),
             self.engine,
             self.pace.timings,
             prefetch=options.prefetch,
             eos_ids=self.eos_ids,
         )
+
+    def _sureness(self) -> Sureness:
+        """What tells how sure a draft is: its head, if it has one and is to be asked.
+
+        Under R4 a draft's largest probability is about what acceptance is: no head is fitted to it.
+        """
+        draft, options = self.engine.draft, self.options
+        head = None if draft is None else draft.head
+        if head is None or options.confidence != "head" or options.rule == "R4":
+            return ByProbability(self.rule.draft)
+        readout = head.readout(int(options.sampling.temperature > 0))
+        return ByHead(self.rule.draft, options.sampling, readout)
 
     def _by_expert_cost(self) -> ExpertCost:
         """The choice of mode ecospec, with what earlier prompts have taught."""
@@ -266,7 +311,8 @@ class _Loop:
         """Fills the cache with the prompt and chooses the first token."""
         engine, clock = self.engine, self.engine.clock
         engine.residency.take_events()
-        clock.device = clock.loads = 0.0
+        clock.begin()
+        clock.take_control()
         began = time.perf_counter()
         engine.begin()
         engine.residency.begin_round()
@@ -292,12 +338,13 @@ class _Loop:
     def round(self) -> Round:
         """One round: draft, verify, accept, commit. Without a drafter, one autoregressive step."""
         engine, residency, clock = self.engine, self.engine.residency, self.engine.clock
-        clock.device = clock.loads = 0.0
+        clock.begin()
         began = time.perf_counter()
         committed = len(self.tokens)
         residency.begin_round()
         resident = residency.resident()
-        governed = self._keeps_plain()
+        with clock.controlling():
+            governed = self._keeps_plain()
         proposal = Proposal() if governed else self._draft()
         drafted, waited = time.perf_counter(), clock.loads
         rows = [self.tokens[-1], *proposal.tokens]
@@ -313,7 +360,8 @@ class _Loop:
             engine.keep_rows(outcome.rows, start=committed - 1)
         emitted = self._emit([*(proposal.tokens[row - 1] for row in outcome.rows), outcome.token])
         if self.pace.use is not None:
-            self.pace.use.observe(rows, result.routes, (0, *outcome.rows))
+            with clock.controlling():
+                self.pace.use.observe(rows, result.routes, (0, *outcome.rows))
         self._recompute()
         prefetched = residency.prefetched()
         residency.end_round()
@@ -328,6 +376,7 @@ class _Loop:
             draft_passes=len(proposal.routes) if proposal.passes is None else proposal.passes,
             draft_routes=tuple(proposal.routes),
             draft_used=proposal.used,
+            predicted=tuple(proposal.predicted),
             required=result.used,
             rows_routes=result.routes,
             resident=frozenset(result.used & resident),
@@ -338,15 +387,17 @@ class _Loop:
             loads=loads,
             top1_gates=tuple(float(g) for g in result.gates.mean(axis=0)),
             began=began,
-            draft_seconds=drafted - began,
+            draft_seconds=drafted - began - clock.aside,
             target_seconds=verified - drafted,
-            total_seconds=time.perf_counter() - began,
+            total_seconds=time.perf_counter() - began - clock.aside,
             device_seconds=clock.device,
             load_seconds=clock.loads,
+            control_seconds=clock.take_control(),
             governed=governed,
             rescued=result.rescued,
         )
-        self._note(record, clock.loads - waited)
+        with clock.controlling():
+            self._note(record, clock.loads - waited)
         return record
 
     def _recompute(self) -> None:

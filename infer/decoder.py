@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from dejax.ckpt.expert_store import ExpertStore, ExpertStoreWriter
+from dejax.ckpt.predictor_file import check_predictor
 from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import UsageError
 from dejax.spec.budget import VerifyBudget
 from dejax.spec.governor import Decision, Governor
@@ -18,11 +20,13 @@ from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
 from infer.engine import Engine
 from infer.engines import EngineLike, EngineName, OnLogits, Watched, check_engine
 from infer.link import Link, parse_link
+from infer.node_predictor import NodePredictor
 from infer.residency import Residency
 from infer.resident import ResidentEngine, load_resident
 from infer.staging import device_form
 from infer.timing import Pace
 from infer.trace import Round
+from infer.tree_drafter import Foresee
 from infer.units import format_bytes
 
 LARGE_EXPERT = 2**20
@@ -156,8 +160,8 @@ class Decoder:
     """Engine and residency of one target, for many prompts. A context manager.
 
     Raises:
-      UsageError: the draft experts are another target's, the experts do not fit the host cache, or
-        the engine cannot do what is asked of it.
+      UsageError: draft experts or predictor are another target's, the experts do not fit the host
+        cache, or the engine cannot do what is asked of it.
     """
 
     def __init__(
@@ -170,19 +174,24 @@ class Decoder:
         store: ExpertStore | None = None,
         strict_rows: int | None = None,
         verify_budget: VerifyBudget | None = None,
+        predictor: ExpertPredictor | None = None,
         on_decision: Callable[[Decision], None] = lambda decision: None,
     ):
         """A decoder of one target.
 
         `strict_rows`: every target pass is padded to so many rows (`infer.strict`).
-        `verify_budget`: of mode moe-spec, whose tokens are not those of the target. `on_decision`
-        is told what the governor of a decode with one makes of drafting.
+        `verify_budget`: of mode moe-spec, whose tokens are not those of the target. `predictor`: of
+        mode ecospec, trained with these draft experts. `on_decision` is told what the governor of a
+        decode with one makes of drafting.
         """
         if draft is not None and draft.identity != target.identity:
             raise UsageError(
                 f"the draft experts were trained for target {draft.identity}, not for "
                 f"{target.name} ({target.identity}); distill draft experts for this one"
             )
+        if predictor is not None:
+            check_predictor(predictor, target, draft)
+        predicts = None if predictor is None else NodePredictor(target, predictor)
         offload = Offload() if offload is None else offload
         check_engine(offload.engine, strict=strict_rows is not None)
         check_budget(offload.engine, verify_budget, strict=strict_rows is not None)
@@ -193,31 +202,36 @@ class Decoder:
         if offload.engine == "resident":
             cache = offload.device_cache
             self.residency = load_resident(target, store=store, device_cache=cache)
-            self.engine = ResidentEngine(target, self.residency, draft, capacity)
+            given: Any = (target, self.residency, draft, capacity)
+            self.engine = ResidentEngine(*given, predictor=predicts)
         else:
             store = expert_store(target, offload) if store is None else store
             self.residency = _residency(target, store, offload)
             given = (target, self.residency, draft, capacity)
             if offload.engine == "callback":
-                self.engine = CallbackEngine(*given)
+                self.engine = CallbackEngine(*given, predictor=predicts)
             else:
-                limits: Any = dict(rows=strict_rows, budget=verify_budget)
+                limits: Any = dict(rows=strict_rows, budget=verify_budget, predictor=predicts)
                 self.engine = Engine(*given, look_ahead=offload.look_ahead, **limits)
         self.offload = offload
-        self._warm: set[tuple[int, int | None, int]] = set()
+        self._warm: set[tuple[int, int | None, int, float | None]] = set()
         self._on_decision = on_decision
         self._paces: dict[DecodeOptions, Pace] = {}
 
     def warm_up(self, options: DecodeOptions) -> None:
         """Compiles what these options need, once."""
+        make_drafter(self.engine, options)  # checks the options, so before compiling
         r = options.r if options.mode in PATH_MODES else None
         draft_rows = max(options.draft_tree.pass_rows(), default=0) if options.branches else 0
         # A tree of one level has its accepted row moved too.
         draft_rows = max(draft_rows, 1) if options.branches else 0
-        key = (options.draft_nodes + 1, r, draft_rows)
+        key = (options.draft_nodes + 1, r, draft_rows, options.draft_resident)
         if key not in self._warm:
-            self.engine.warm_up(rows=key[0], r=key[1], draft_rows=key[2])
+            how: Any = dict(rows=key[0], r=key[1], draft_rows=key[2], resident=key[3])
+            self.engine.warm_up(**how)
             self._warm.add(key)
+        if options.predicts and self.engine.predictor is not None:
+            self.engine.predictor.warm_up(sum(options.draft_tree.widths()))
 
     def run(
         self,
@@ -227,17 +241,20 @@ class Decoder:
         sample: int = 0,
         on_round: Callable[[Round], None] = lambda record: None,
         on_logits: OnLogits | None = None,
+        foresee: Foresee | None = None,
     ) -> tuple[Round, ...]:
         """Decodes one prompt and returns its trace; `on_round` sees each record as it comes.
 
-        `on_logits` sees the logits of target passes (`Watched`).
+        `on_logits` sees the logits of target passes (`Watched`); `foresee` tells trees their true
+        routes, for measurements.
         """
-        drafter = make_drafter(self.engine, options)  # checks the options, so before compiling
+        drafter = make_drafter(self.engine, options)
         self.warm_up(options)
         records = []
         pace = self._pace(options)
         engine = self.engine if on_logits is None else Watched(self.engine, on_logits)
-        for record in decode(engine, prompt, options, sample=sample, drafter=drafter, pace=pace):
+        given: Any = dict(sample=sample, drafter=drafter, pace=pace, foresee=foresee)
+        for record in decode(engine, prompt, options, **given):
             records.append(record)
             on_round(record)
         return tuple(records)
@@ -249,6 +266,10 @@ class Decoder:
             governor = Governor(on_decision=self._on_decision) if options.governor else None
             self._paces[way] = Pace(governor=governor)
         return self._paces[way]
+
+    def forget(self) -> None:
+        """Drops what earlier prompts have taught; what was compiled stays."""
+        self._paces.clear()
 
     def close(self) -> None:
         """Ends the transfer thread and drops the experts."""

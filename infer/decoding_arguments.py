@@ -1,11 +1,18 @@
 """The options of decoding that programs share: how tokens are chosen, drafted and moved."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dejax.ckpt.draft_state import Bound
+from dejax.ckpt.predictor_file import MADE_BY, load_predictor
+from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import UsageError
+from dejax.paths import kind_of
+from dejax.spec.confidence import Confidence
 from dejax.spec.control import ControlConfig, Controller
-from dejax.spec.ecospec import EcoConfig, Predictor
+from dejax.spec.ecospec import PREDICTORS, EcoConfig, Untrained
 from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
@@ -15,11 +22,12 @@ from infer.arguments import (
     NonNegativeInt,
     ParsedBy,
     PositiveInt,
+    did_you_mean,
     non_negative_int,
     number,
 )
 from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode
-from infer.engines import DeviceCache, EngineName, check_engine
+from infer.engines import DeviceCache, EngineName, check_draft_resident, check_engine
 from infer.link import parse_link
 from infer.tree_drafter import check_strict
 from infer.units import format_bytes, parse_bytes
@@ -37,7 +45,7 @@ def top_mass(text: str) -> float:
 
 
 def probability(text: str) -> float:
-    """`--keep`: from 0 to 1."""
+    """`--keep`, `--draft-resident`: from 0 to 1."""
     value = number(text)
     if not 0 <= value <= 1:
         raise UsageError(f"{text!r} is out of range; expected a number from 0 to 1")
@@ -69,6 +77,19 @@ def parse_budget(text: str) -> Budget:
     if text == "cache" or text == "off":
         return text
     return non_negative_int(text)
+
+
+def predictor_name(text: str) -> Untrained | Path:
+    """`--predictor`: a word, or the path of a trained one."""
+    for word in PREDICTORS:
+        if text == word:
+            return word
+    if kind_of(text) is None:
+        hint = did_you_mean(text, PREDICTORS)
+        raise UsageError(
+            f"{text!r} is not one of {', '.join(PREDICTORS)}, and no file of `{MADE_BY}`{hint}"
+        )
+    return Path(text)
 
 
 def show_device_cache(value: DeviceCache) -> str:
@@ -106,12 +127,18 @@ class DecodingArguments:
     """Stops by tau and budget (consumer, producer); or, without them, by time (cost) or chance."""
     keep: Annotated[float, ParsedBy(probability, "FLOAT")] = 0.75
     """Probability (0 to 1) with which controller random keeps a drafted token."""
+    confidence: Confidence = "head"
+    """Confidence in a drafted token: the draft's head, where it has one, or its probability."""
     tree: Annotated[str, ParsedBy(tree_text, "SPEC")] = "chain"
     """Drafts of path modes as trees: BxD (2x3), BxD:N, best8, eagle:N, static:0,0,1."""
     expert_cost: NonNegativeFloat = 0.3
     """Mode ecospec: what a token's experts cost beside the rest of a round; 0: by confidence."""
-    predictor: Predictor = "router"
-    """Mode ecospec: experts by the draft router, by token id (table), or of the last token."""
+    predictor: Annotated[
+        Untrained | Path, ParsedBy(predictor_name, "persistence|table|router|FILE")
+    ] = "router"
+    """Mode ecospec: experts by draft router, token id, last token; or FILE of train.predictor."""
+    draft_resident: Annotated[float | None, ParsedBy(probability, "RATIO")] = None
+    """Let drafts use an expert on the device whose gate is RATIO of the chosen one's, at least."""
     rule: Rule = "match"
     """Acceptance: match emits the tokens of mode ar; R1 (chains), R2, R3, R4 others of its law."""
     prefetch: bool = True
@@ -132,29 +159,36 @@ class DecodingArguments:
     """Use the tokenizer's chat template, if it has one."""
 
     def __post_init__(self):
-        self.options("top-r")  # its own checks
+        if self.rule != "match":  # whether a rule fits depends on the mode too: `check_mode`
+            replace(self, rule="match")  # all other checks
+            return
+        self.options("top-r")
         check_engine(self.engine, strict=self.strict)
+        check_draft_resident(self.engine, self.draft_resident)
         check_strict(parse_tree(self.tree), strict=self.strict)
 
     def check_mode(self, mode: Mode, *, drafts: bool) -> None:
         """Refuses options that would do nothing in a mode; `drafts`: whether --draft is given.
 
         Raises:
-          UsageError: there is one, or the mode needs --draft.
+          UsageError: there is one, the rule does not fit the mode, or the mode needs --draft.
         """
+        options = self.options(mode)
         if mode in DRAFT_MODES and not drafts:
             raise UsageError(f"--mode {mode} needs --draft: an adapter folder, or init[:SEED]")
         plain, eco = DecodingArguments(), ("ecospec",)
         for name, given, modes in (
             ("--draft", drafts, DRAFT_MODES),
             ("--r", self.r != plain.r, PATH_MODES),
+            ("--draft-resident", self.draft_resident is not None, PATH_MODES),
             ("--tree", self.tree != plain.tree, PATH_MODES),
+            ("--confidence", self.confidence != plain.confidence, DRAFT_MODES),
             ("--expert-cost", self.expert_cost != plain.expert_cost, eco),
             ("--predictor", self.predictor != plain.predictor, eco),
         ):
             if given and mode not in modes:
                 raise UsageError(f"{name} is for --mode {' or '.join(modes)}, not {mode}")
-        check_strict(self.options(mode).draft_tree, strict=self.strict)
+        check_strict(options.draft_tree, strict=self.strict)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -176,7 +210,18 @@ class DecodingArguments:
     @property
     def eco(self) -> EcoConfig:
         """What experts weigh in the choice of a draft."""
-        return EcoConfig(self.expert_cost, self.predictor)
+        name = "trained" if isinstance(self.predictor, Path) else self.predictor
+        return EcoConfig(self.expert_cost, name)
+
+    def trained_predictor(self, target: Bound, draft: Draft | None) -> ExpertPredictor | None:
+        """What `--predictor FILE` names; None where it names no file.
+
+        Raises:
+          UsageError: as `load_predictor`.
+        """
+        if not isinstance(self.predictor, Path):
+            return None
+        return load_predictor(self.predictor, target, draft)
 
     def options(self, mode: Mode) -> DecodeOptions:
         """What the decode loop takes of them."""
@@ -190,11 +235,14 @@ class DecodingArguments:
             tree=parse_tree(self.tree),
             rule=self.rule,
             eco=self.eco,
+            draft_resident=self.draft_resident,
+            confidence=self.confidence,
         )
 
     def given(self) -> dict[str, Any]:
         """Them all as `generate` takes them."""
         names = ("r", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "control")
-        names = (*names, "rule", "eco", "prefetch", "engine", "strict")
+        names = (*names, "draft_resident", "rule", "eco", "confidence", "prefetch", "engine")
+        names = (*names, "strict")
         names = (*names, "device_cache", "host_cache", "link", "look_ahead", "chat")
         return {name: getattr(self, name) for name in names} | {"tree": parse_tree(self.tree)}

@@ -8,12 +8,13 @@ whole draft at once and has no logits to give. The decode loop sees proposers on
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
 
 from dejax.shapes import Pair
+from dejax.spec.confidence import Sureness
 from dejax.spec.control import DraftController
 from dejax.spec.ngram import lookup
 from dejax.spec.rules import DraftChooser
@@ -30,11 +31,13 @@ class DraftStep:
       logits: [V], its law for the next token.
       routes: experts it predicts for the consumed token's row of the verification.
       used: pairs whose weights its pass read.
+      scores: [M], those of a confidence head; None without one.
     """
 
     logits: Float[np.ndarray, " V"]
     routes: frozenset[Pair]
     used: frozenset[Pair]
+    scores: Float[np.ndarray, " M"] | None = None
 
 
 @runtime_checkable
@@ -62,6 +65,8 @@ class Proposal:
       tries: of a tree drawn at random, rows in the order they were drawn (`Drafted`).
       logits: row -> what the drafter said there; none from a proposer without logits.
       passes: draft passes that were run; None: one a row of `routes`.
+      predicted: of each token, the experts that a trained predictor expects of its row; none
+        without one.
     """
 
     tokens: Sequence[int] = ()
@@ -72,6 +77,7 @@ class Proposal:
     tries: Sequence[int] = ()
     logits: Mapping[int, Float[np.ndarray, " V"]] = field(default_factory=dict)
     passes: int | None = None
+    predicted: Sequence[frozenset[Pair]] = ()
 
     def cut(self, limit: int) -> "Proposal":
         """Without what is deeper than `limit`: its row would lie outside the context."""
@@ -99,6 +105,7 @@ class Proposal:
             parents=parents,
             tries=[index[row] for row in self.tries if row in index],
             logits={index[row]: law for row, law in self.logits.items() if row in index},
+            predicted=[self.predicted[row - 1] for row in kept] if self.predicted else (),
         )
 
 
@@ -113,14 +120,20 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class PathDrafter:
-    """The target's own draft path: shared + top-r experts, and the draft expert if there is one."""
+    """The target's own draft path: shared + top-r experts, and the draft expert if there is one.
+
+    `resident` is that of `infer.passes.Drafting`.
+    """
 
     engine: EngineLike
     r: int
+    resident: float | None = None
 
     def consume(self, token: int, *, position: int, kept: bool = False) -> DraftStep:
-        result = self.engine.draft_row(token, start=position, r=self.r, prefetch=kept)
-        return DraftStep(logits=result.logits[0], routes=result.routes[0], used=result.used)
+        how: Any = dict(r=self.r, prefetch=kept, resident=self.resident)
+        result = self.engine.draft_row(token, start=position, **how)
+        scores = None if result.scores is None else result.scores[0]
+        return DraftStep(result.logits[0], result.routes[0], result.used, scores)
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ class DraftPhase:
     """Algorithm 1's draft phase: a proposer made of a drafter and a controller.
 
     Attributes:
+      sureness: what the controller goes by.
       prefetch: whether the drafter's predictions are prefetched.
       eos_ids: nothing after an end token can be emitted, so none is drafted.
     """
@@ -151,6 +165,7 @@ class DraftPhase:
     drafter: Drafter
     controller: DraftController
     chooser: DraftChooser
+    sureness: Sureness
     engine: EngineLike
     timings: Timings
     prefetch: bool
@@ -158,33 +173,38 @@ class DraftPhase:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         control, residency = self.controller, self.engine.residency
+        controlling = self.engine.clock.controlling
         committed = len(tokens)
         drafted: list[int] = []
         confidences: list[float] = []
         steps: list[DraftStep] = []
-        available = residency.available()
+        with controlling():
+            available = residency.available()
         step = self._consume(tokens[-1], committed - 1, steps, kept=True)
-        control.begin_round(
-            step.routes,
-            available=available,
-            times=self.timings.step_times(),
-            pending=committed - 1,
-        )
+        with controlling():
+            control.begin_round(
+                step.routes,
+                available=available,
+                times=self.timings.step_times(),
+                pending=committed - 1,
+            )
         self._prefetch(step)
         while len(drafted) < limit:
             position = committed + len(drafted)
             token = self.chooser.pick(step.logits, position=position)
-            sure = self.chooser.confidence(step.logits)
-            looked = control.needs_look(sure)
+            with controlling():
+                sure = self.sureness.of_chain(step.logits, step.scores, depth=len(drafted) + 1)
+                looked = control.needs_look(sure)
             if looked:
                 step = self._consume(token, position, steps)
-            available = residency.available()
-            kept = control.keep(
-                sure,
-                step.routes if looked else None,
-                available=available,
-                hide_budget=self._hidden_loads(limit - len(drafted) - 1, len(available)),
-            )
+            with controlling():
+                available = residency.available()
+                kept = control.keep(
+                    sure,
+                    step.routes if looked else None,
+                    available=available,
+                    hide_budget=self._hidden_loads(limit - len(drafted) - 1, len(available)),
+                )
             if not kept:
                 break
             drafted.append(token)
@@ -192,9 +212,11 @@ class DraftPhase:
             if token in self.eos_ids:
                 break
             if not looked and len(drafted) < limit:
-                available = residency.available()
+                with controlling():
+                    available = residency.available()
                 step = self._consume(token, position, steps, kept=True)
-                control.extend(step.routes, available=available)
+                with controlling():
+                    control.extend(step.routes, available=available)
             elif not looked:
                 break
             self._prefetch(step)

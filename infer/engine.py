@@ -11,7 +11,8 @@ on the residual stream as it is before this layer's experts: a guess, which cost
 but bytes on the link.
 
 Host/device copies, all explicit: the pass's tokens, positions and mask go in with one `device_put`;
-a layer's expert ids come out, its unique ids go in; the logits come out.
+a layer's expert ids come out (where a draft prefers residents its gates too, and both go in again
+if one is taken), its unique ids go in; the logits come out.
 """
 
 import time
@@ -29,12 +30,13 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Masks, Params, split_layer, split_outer
 from dejax.nn.attention import Cache
-from dejax.shapes import Pair
 from dejax.spec.budget import VerifyBudget, restrict
 from dejax.target import Target
 from infer.blocks import Block, block_of, level_of
 from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
 from infer.engines import ResidencyLike
+from infer.node_predictor import NodePredictor
+from infer.passes import Drafting, PassResult, pass_result, residents_first
 from infer.prefetch import Arrivals
 from infer.steps import (
     add_experts,
@@ -43,42 +45,17 @@ from infer.steps import (
     layer_step,
     next_router,
     outer_steps,
+    score_step,
     shared_step,
     sum_experts,
     take_row,
     visible,
 )
+from infer.timing import Clock
 from infer.warm_up import warm_up
 
 LAYOUT = "gate and up [F, D], down transposed [F, D]"
 """Layout of an expert on the device, named in the stats."""
-
-
-@dataclass
-class Clock:
-    """Seconds of a decode spent waiting: for jitted steps, and for loads."""
-
-    device: float = 0.0
-    loads: float = 0.0
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """What one pass gives.
-
-    Attributes:
-      logits: [R, V] on the host, in the compute dtype.
-      routes: for each row, its top-k experts in every MoE layer, as pairs.
-      gates: for each row, the top-1 gate in every MoE layer.
-      used: the pairs whose weights the pass read.
-      rescued: rows, summed over layers, that were left their top-1 in spite of the budget.
-    """
-
-    logits: Float[np.ndarray, "R V"]
-    routes: tuple[frozenset[Pair], ...]
-    gates: Float[np.ndarray, "R L"]
-    used: frozenset[Pair]
-    rescued: int = 0
 
 
 @dataclass(eq=False)
@@ -95,6 +72,7 @@ class Engine:
       rows: given, every target pass is padded to so many rows (`infer.strict`).
       budget: given, target passes over a draft use few experts, and are not exact
         (`dejax.spec.budget`); prefills are.
+      predictor: given, draft passes give what it needs.
       layout: how experts lie on the device, named in the stats.
     """
 
@@ -106,6 +84,7 @@ class Engine:
     clock: Clock = field(default_factory=Clock)
     rows: int | None = None
     budget: VerifyBudget | None = None
+    predictor: NodePredictor | None = None
     layout = LAYOUT
 
     def __post_init__(self):
@@ -128,10 +107,13 @@ class Engine:
                 self._ahead[index] = steps, params, ahead_params
         definition, self._outer = split_outer(model)
         self._embed, self._logits = outer_steps(definition)
+        self._score, self._head = score_step(definition), None
         self._draft_params = {}
         if self.draft is not None:
             for layer in config.moe_layers:
                 self._draft_params[layer] = jax.device_put(self.draft.layer_params(layer))
+            if self.draft.head is not None:
+                self._head = jax.device_put(self.draft.head.device_params())
         # Scratch rows of the widest block lie behind the last committed slot.
         self._slots = self.capacity + PREFILL_ROWS
         self._like = jax.device_put(np.zeros((), self.target.compute_dtype))
@@ -146,7 +128,6 @@ class Engine:
         pieces = piece_sizes(self.buckets, self.residency.bytes_per_expert)
         self.pieces = () if self.rows is not None else pieces
         self._caches: list[Cache] = []
-        self._prefetches = False
 
     def begin(self) -> None:
         """Empties the KV cache for a new sequence."""
@@ -169,16 +150,24 @@ class Engine:
         for first in range(0, len(tokens), PREFILL_ROWS):
             block = tokens[first : first + PREFILL_ROWS]
             inputs = block_of(block, start + first, None, PREFILL_ROWS)
-            result = self._pass(block, inputs, rows_wanted=1, kind="demand")
+            result = self._pass(block, inputs, rows_wanted=1)
             self.residency.end_pass()
         assert result is not None
         return result
 
-    def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None:
+    def warm_up(
+        self,
+        *,
+        rows: int,
+        r: int | None = None,
+        draft_rows: int = 0,
+        resident: float | None = None,
+    ) -> None:
         """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
 
-        `draft_rows`: rows of a draft pass after the first, of trees; 0: drafts are chains. Runs
-        them on zeros; the experts' store is not touched, and a sequence under way is lost.
+        `draft_rows`: rows of a draft pass after the first, of trees; 0: drafts are chains.
+        `resident`: of `Drafting`. Runs them on zeros; the experts' store is not touched, and a
+        sequence under way is lost.
         """
         self.begin()
         warm_up(
@@ -213,7 +202,7 @@ class Engine:
         rows = len(tokens)
         size = bucket(rows, ROW_BUCKETS) if self.rows is None else self.rows
         block = block_of(tokens, start, parents, size)
-        result = self._pass(tokens, block, rows_wanted=rows, kind="demand")
+        result = self._pass(tokens, block, rows_wanted=rows)
         self.residency.end_pass()
         return result
 
@@ -229,15 +218,23 @@ class Engine:
         caches, self._caches = self._caches, []  # they are donated
         self._caches = keep_rows(caches, *jax.device_put((kept, np.int32(start))))
 
-    def draft_row(self, token: int, *, start: int, r: int, prefetch: bool = False) -> PassResult:
+    def draft_row(
+        self,
+        token: int,
+        *,
+        start: int,
+        r: int,
+        prefetch: bool = False,
+        resident: float | None = None,
+    ) -> PassResult:
         """The draft path over one token at slot `start`: shared + top-r (+ draft expert).
 
         With `prefetch`, what a layer's router chooses is asked for at once, so that it comes while
         the layers after it are computed, and so is what the pass itself will probably need next.
+        `resident` is that of `Drafting`.
         """
-        self._prefetches = prefetch
         block = block_of([token], start, None, 1)
-        return self._pass([token], block, rows_wanted=1, kind="draft", r=r)
+        return self._pass([token], block, rows_wanted=1, drafting=Drafting(r, prefetch, resident))
 
     def draft_level(
         self,
@@ -247,14 +244,15 @@ class Engine:
         parents: Sequence[int],
         r: int,
         prefetch: bool = False,
+        resident: float | None = None,
     ) -> PassResult:
         """As `draft_row`, over the last rows of a block at `start` whose other rows have been.
 
         `parents` are those of all its rows, as for `target_rows`.
         """
-        self._prefetches, rows = prefetch, len(tokens)
+        rows, drafting = len(tokens), Drafting(r, prefetch, resident)
         block = level_of(tokens, start, parents, bucket(rows, ROW_BUCKETS))
-        return self._pass(tokens, block, rows_wanted=rows, kind="draft", r=r)
+        return self._pass(tokens, block, rows_wanted=rows, drafting=drafting)
 
     def embed(self, block: Block) -> Array:
         """The residual stream that enters the first layer."""
@@ -275,35 +273,38 @@ class Engine:
         block: Block,
         *,
         rows_wanted: int,
-        kind: Any,
-        r: int | None = None,
+        drafting: Drafting | None = None,
     ) -> PassResult:
-        rows = len(tokens)
-        x, masks = self.embed(block), self.masks(block)
-        routed_ids, top_gates, used, rescued = {}, [], set(), 0
-        ahead = self.look_ahead if kind == "demand" else self._prefetches
+        """A pass of the target or, with `drafting`, of the drafter."""
+        rows, drafts = len(tokens), drafting is not None
+        ahead = self.look_ahead if drafting is None else drafting.asks_ahead
+        entered, masks = self.embed(block), self.masks(block)
+        x = entered
+        ids, read, top_gates, rescued = {}, {}, [], 0
         for index in range(len(self._layers)):
-            out = self.layer(index, x, block, masks, ahead=ahead, drafting=kind == "draft")
+            out = self.layer(index, x, block, masks, ahead=ahead, drafting=drafts)
             if index not in self._moe_layers:
                 x = out
                 continue
             top_gates.append(out[3])
-            if self.budget is not None and kind == "demand" and x.shape[0] < PREFILL_ROWS:
+            if self.budget is not None and not drafts and x.shape[0] < PREFILL_ROWS:
                 out, saved = self._restrict(index, out, rows, self.budget)
                 rescued += saved
-            x, ids, unique = self._experts(index, out, rows, kind=kind, r=r)
-            routed_ids[index] = ids
-            used.update((index, e) for e in unique)
-        shown = range(rows - rows_wanted, rows)
-        logits, gates = self.rows_logits(x, rows, rows_wanted, top_gates)
-        routes = tuple(
-            frozenset((layer, e) for layer, ids in routed_ids.items() for e in ids[row].tolist())
-            for row in shown
+            x, ids[index], read[index] = self._experts(index, out, rows, drafting)
+        hidden = x if self.predictor is not None and drafts else None
+        scores = self.scores(x, entered) if drafts else None
+        more = (top_gates, hidden, scores)
+        logits, (gates, hidden, scores) = self.rows_logits(x, rows, rows_wanted, more)
+        return pass_result(
+            logits,
+            range(rows - rows_wanted, rows),
+            ids=ids,
+            read=read,
+            gates=[layer[:, 0] for layer in gates],
+            rescued=rescued,
+            hidden=None if hidden is None else hidden[:rows],
+            scores=None if scores is None else scores[:rows],
         )
-        first = [layer[list(shown), 0] for layer in gates]
-        gates = np.stack(first, axis=1) if first else np.zeros((rows_wanted, 0))
-        used = frozenset(used)
-        return PassResult(logits=logits, routes=routes, gates=gates, used=used, rescued=rescued)
 
     def layer(
         self, index: int, x: Array, block: Block, masks: Masks, *, ahead: bool, drafting: bool
@@ -338,39 +339,65 @@ class Engine:
         ids[:rows], gates[:rows] = found.ids, found.gates
         return (x, h, *jax.device_put((ids, gates)), routing[2], guess), found.rescued
 
-    def _experts(self, layer: int, routed: tuple, rows: int, *, kind: Any, r: int | None):
+    def _experts(self, layer: int, routed: tuple, rows: int, drafting: Drafting | None):
         """Acquires a layer's experts and adds them: new residual stream, ids, unique ids."""
         x, h, ids, gates, _, guess = routed
         always = self.always(layer, h)  # on its way while the ids come
+        prefers = drafting is not None and drafting.resident is not None
         began = time.perf_counter()
-        ids_host, guess_host = jax.device_get((ids, guess))
+        wanted = (ids, guess, gates if prefers else None)
+        ids_host, guess_host, gates_host = jax.device_get(wanted)
         self.clock.device += time.perf_counter() - began
-        ids_host = ids_host[:rows]
-        unique = np.unique(ids_host if r is None else ids_host[:, :r]).tolist()
-        arrivals = self.residency.request(layer, unique, kind=kind)
-        if kind == "draft" and self._prefetches:
-            if guess_host is not None:  # what this very pass will wait for goes first
-                own = dict.fromkeys(guess_host[:rows, :r].ravel().tolist())
-                self.residency.request(layer + 1, list(own), kind="draft")
-            found = dict.fromkeys(ids_host.ravel().tolist())
-            self.residency.prefetch([(layer, expert) for expert in found])
-        elif guess_host is not None:
-            found = np.unique(guess_host[:rows]).tolist()
-            self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
-        draft = self._draft_params.get(layer) if kind == "draft" else None
+        read = ids_host = ids_host[:rows]
+        if drafting is None:
+            unique = np.unique(read).tolist()
+            arrivals = self.residency.request(layer, unique, kind="demand")
+            if guess_host is not None:
+                found = np.unique(guess_host[:rows]).tolist()
+                self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
+        else:
+            if prefers:
+                read, ids, gates = self._prefer(layer, ids_host, (ids, gates), gates_host, drafting)
+            unique = np.unique(read[:, : drafting.r]).tolist()
+            arrivals = self.residency.request(layer, unique, kind="draft")
+            if drafting.prefetch:
+                self._ask_ahead(layer, ids_host, guess_host, drafting)
+        r, draft = None, None
+        if drafting is not None:
+            r, draft = drafting.r, self._draft_params.get(layer)
         # A prefill block may use any number of experts: one size keeps it to one compilation.
         group, prefill = self.buckets[-1], h.shape[0] == PREFILL_ROWS
         before, first = None, 0
         while (count := self._piece(arrivals)) < len(arrivals):
             part = self._take(arrivals, unique[first : first + count], count)
-            before = self.sum_experts(h, ids, gates, *part, before)
+            before = self.sum_experts(h, ids, gates, *part, before, r=r)
             first += count
         size = group if prefill else bucket(count, self.buckets)
         last = self._take(arrivals, unique[first:], size)
-        x = self.add_experts(x, always, h, ids, gates, *last, before, draft)
-        if kind == "demand":
+        x = self.add_experts(x, always, h, ids, gates, *last, before, draft, r=r)
+        if drafting is None:
             self.residency.release(layer)
-        return x, ids_host, unique
+        return x, ids_host, np.array(unique)
+
+    def _ask_ahead(self, layer: int, ids: Any, guess: Any, drafting: Drafting) -> None:
+        """Asks for what a draft pass predicts for the verification, and for what it needs next."""
+        rows = len(ids)
+        if guess is not None:  # what this very pass will wait for goes first
+            own = dict.fromkeys(guess[:rows, : drafting.r].ravel().tolist())
+            self.residency.request(layer + 1, list(own), kind="draft")
+        self.residency.prefetch([(layer, expert) for expert in dict.fromkeys(ids.ravel().tolist())])
+
+    def _prefer(self, layer: int, ids: Any, routing: tuple, gates: Any, drafting: Drafting):
+        """A draft pass's ids with residents first, on the host; ids and gates on the device."""
+        rows, gates = len(ids), np.array(gates)
+        how: Any = dict(r=drafting.r, ratio=drafting.resident)
+        order = residents_first(self.residency, layer, ids, gates[:rows], **how)
+        if (order[:, : drafting.r] < drafting.r).all():
+            return ids, *routing
+        padded = np.zeros(gates.shape, ids.dtype)
+        padded[:rows] = read = np.take_along_axis(ids, order, axis=1)
+        gates[:rows] = np.take_along_axis(gates[:rows], order, axis=1)
+        return read, *jax.device_put((padded, gates))
 
     def _piece(self, arrivals: Arrivals) -> int:
         """How many of the experts that are left go into the next step."""
@@ -388,6 +415,12 @@ class Engine:
         padding = size - len(unique)
         unique_ids = jax.device_put(np.array(unique + [-1] * padding, np.int32))
         return unique_ids, (*experts, *experts[-1:] * padding)
+
+    def scores(self, x: Array, entered: Array) -> Array | None:
+        """A draft pass's scores by the confidence head, from its residual stream at both ends."""
+        if self._head is None:
+            return None
+        return self._score(self._outer, self._head, x, entered)
 
     def rows_logits(
         self, x: Array, rows: int, wanted: int, more: Any = ()

@@ -18,6 +18,7 @@ from dejax.errors import UsageError
 from dejax.shapes import Pair
 from dejax.spec.budget import VerifyBudget
 from dejax.target import Target
+from infer.node_predictor import NodePredictor
 from infer.prefetch import Arrivals
 from infer.staging import DeviceForm
 
@@ -48,6 +49,16 @@ def check_engine(engine: EngineName, *, strict: bool) -> None:
         raise UsageError(f"--strict is for --engine host, not {engine}; leave one of them out")
 
 
+def check_draft_resident(engine: EngineName, ratio: float | None) -> None:
+    """Refuses drafting by resident experts where all of them are resident.
+
+    Raises:
+      UsageError: the engine keeps every expert on the device.
+    """
+    if ratio is not None and engine == "resident":
+        raise UsageError("--draft-resident is for engines that load experts, not resident")
+
+
 @runtime_checkable
 class ResidencyLike(Protocol):
     """Where experts are, as engine and decode loop see it; documented at `Residency`."""
@@ -73,6 +84,8 @@ class ResidencyLike(Protocol):
     def close(self) -> None: ...
 
     def is_available(self, pair: Pair) -> bool: ...
+
+    def is_resident(self, pair: Pair) -> bool: ...
 
     def available(self) -> set[Pair]: ...
 
@@ -103,6 +116,9 @@ class EngineLike(Protocol):
     def budget(self) -> VerifyBudget | None: ...
 
     @property
+    def predictor(self) -> NodePredictor | None: ...
+
+    @property
     def clock(self) -> Any: ...
 
     @property
@@ -112,7 +128,14 @@ class EngineLike(Protocol):
 
     def prefill(self, tokens: Sequence[int], *, start: int = 0) -> Any: ...
 
-    def warm_up(self, *, rows: int, r: int | None = None, draft_rows: int = 0) -> None: ...
+    def warm_up(
+        self,
+        *,
+        rows: int,
+        r: int | None = None,
+        draft_rows: int = 0,
+        resident: float | None = None,
+    ) -> None: ...
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
@@ -120,7 +143,15 @@ class EngineLike(Protocol):
 
     def keep_rows(self, rows: Sequence[int], *, start: int) -> None: ...
 
-    def draft_row(self, token: int, *, start: int, r: int, prefetch: bool = False) -> Any: ...
+    def draft_row(
+        self,
+        token: int,
+        *,
+        start: int,
+        r: int,
+        prefetch: bool = False,
+        resident: float | None = None,
+    ) -> Any: ...
 
     def draft_level(
         self,
@@ -130,6 +161,7 @@ class EngineLike(Protocol):
         parents: Sequence[int],
         r: int,
         prefetch: bool = False,
+        resident: float | None = None,
     ) -> Any: ...
 
 
@@ -147,7 +179,7 @@ class Watched:
         self._engine, self._on_logits = engine, on_logits
         self.target, self.residency, self.draft = engine.target, engine.residency, engine.draft
         self.capacity, self.clock, self.layout = engine.capacity, engine.clock, engine.layout
-        self.budget = engine.budget
+        self.budget, self.predictor = engine.budget, engine.predictor
         self.begin, self.warm_up, self.draft_row = engine.begin, engine.warm_up, engine.draft_row
         self.draft_level = engine.draft_level
         self._tree_logits: Any = ()

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dejax.ckpt.draft_state import check_draft_folder, draft_tensors, resolve_draft, save_draft
+from dejax.ckpt.draft_state import (
+    check_draft_folder,
+    draft_tensors,
+    head_tensors,
+    resolve_draft,
+    save_draft,
+)
 from dejax.ckpt.tensor_files import read_json
 from dejax.ckpt.tiktoken_file import TIKTOKEN_FILE
 from dejax.ckpt.whole_folder import whole_folder
@@ -59,7 +65,7 @@ class Arguments:
 
     model: Positional[Model]
     """A Hugging Face folder, a converted folder, or tiny."""
-    out: Annotated[Path, ParsedBy(Path, "PATH")]
+    out: Path
     """Folder to write; an adapter that is there is replaced. gguf: file to write."""
     draft: DraftSpec | None = None
     """Draft experts: a folder from `dejax distill`, or untrained ones. safetensors needs them."""
@@ -169,17 +175,25 @@ def _draft(args: Arguments, outline: Outline) -> Draft:
             "average (setting ema) holds two"
         )
     if args.weights == "raw" and draft.raw is not None:
-        draft = replace(draft, experts=draft.raw)
+        draft = replace(draft, experts=draft.raw, head=_left_behind(draft, "fitted to the average"))
+    if not args.writes_adapter:
+        draft = replace(draft, head=_left_behind(draft, f"--format {args.format} has no place"))
     if averaged:
         told |= {"weights": args.weights or "ema"}
     return replace(draft, training=told, raw=None)
+
+
+def _left_behind(draft: Draft, why: str) -> None:
+    """Says that a confidence head is not written; there is none then."""
+    if draft.head is not None:
+        say(f"the draft's confidence head stays behind ({why})")
 
 
 def _write_adapter(args: Arguments, outline: Outline, draft: Draft) -> dict[str, Any]:
     card = model_folder(args.model) / "README.md"
     beside = companions(outline, card) if args.format == "torch" else {}
     save_draft(args.out, draft, outline.config, beside)
-    tensors = draft_tensors(draft)
+    tensors = draft_tensors(draft) | ({} if draft.head is None else head_tensors(draft.head))
     return {
         "layers": len(draft.experts),
         "width": draft.config.width,

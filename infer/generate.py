@@ -16,8 +16,10 @@ import jax
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import FailedError, UsageError
 from dejax.spec.budget import VerifyBudget
+from dejax.spec.confidence import Confidence
 from dejax.spec.control import ControlConfig
 from dejax.spec.ecospec import EcoConfig
 from dejax.spec.governor import Decision
@@ -40,7 +42,7 @@ from infer.console import progress, say
 from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_budget, check_host_cache
 from infer.decoding_arguments import DecodingArguments
-from infer.engines import DeviceCache, EngineName, device_cache_bytes
+from infer.engines import DeviceCache, EngineName, check_draft_resident, device_cache_bytes
 from infer.generation import Generation, to_generation
 from infer.link import parse_link
 from infer.loading import load_shown
@@ -79,6 +81,9 @@ def generate(
     tree: TreeConfig = CHAIN,
     rule: Rule = "match",
     eco: EcoConfig | None = None,
+    draft_resident: float | None = None,
+    predictor: ExpertPredictor | None = None,
+    confidence: Confidence = "head",
     verify_budget: VerifyBudget | None = None,
     prefetch: bool = True,
     governor: bool = True,
@@ -106,7 +111,11 @@ def generate(
       draft: draft experts (`dejax.load_draft`), for the modes `infer.decode.DRAFT_MODES`.
       mode: as in `infer.decode.DecodeOptions`; r: routed experts the drafter keeps.
       control: draft length and stop rule; tree: how drafts branch; rule: how they are accepted.
-      eco: what experts weigh in mode "ecospec".
+      eco: what experts weigh in mode "ecospec"; predictor: what is "trained" there
+        (`dejax.ckpt.predictor_file.load_predictor`).
+      draft_resident: as in `infer.decode.DecodeOptions`.
+      confidence: whose word on a drafted token counts, where the draft has a head ("head",
+        "probability").
       verify_budget: of mode "moe-spec", the one mode whose tokens are not the target's own.
       governor: measure whether drafting pays, and do not draft while it does not. Not under the
         rules R1 to R3, whose runs could not be repeated: their tokens depend on what is drafted.
@@ -140,7 +149,10 @@ def generate(
         tree=tree,
         rule=rule,
         eco=EcoConfig() if eco is None else eco,
+        draft_resident=draft_resident,
+        confidence=confidence,
     )
+    check_draft_resident(engine, draft_resident)
     check_strict(options.draft_tree, strict=strict)
     check_options(options, target.config, drafts=draft is not None)
     encoded = encode_prompts(target, prompts, chat=chat, on_bad=on_bad)
@@ -169,6 +181,7 @@ def generate(
                 capacity=capacity,
                 strict_rows=rows,
                 verify_budget=verify_budget,
+                predictor=predictor if options.predicts else None,
                 on_decision=on_decision,
             )
             stack.enter_context(decoder)
@@ -176,7 +189,7 @@ def generate(
                 decoder.warm_up(options)
         ran = {"engine": engine, "layout": decoder.engine.layout, "strict_rows": rows}
         shown = show_tree(options.draft_tree) if options.branches else "chain"
-        ran |= {"tree": shown, "rule": rule}
+        ran |= {"tree": shown, "rule": rule, "draft_resident": draft_resident}
         ran |= vars(options.eco) if mode == "ecospec" else {}
         ran |= {} if verify_budget is None else {"verify_budget": vars(verify_budget)}
         for index, (record, ids) in enumerate(encoded):
@@ -239,8 +252,8 @@ class Arguments:
         if self.trace is not None and str(self.trace) == "-":
             raise UsageError("--trace: expected a file, not standard output")
 
-    def check(self) -> Draft | None:
-        """The draft experts, once all is known to fit the target, of which no weight is read.
+    def check(self) -> tuple[Draft | None, ExpertPredictor | None]:
+        """Draft experts and predictor, once all fits the target, of which no weight is read.
 
         Raises:
           UsageError: something does not.
@@ -256,9 +269,12 @@ class Arguments:
         elif not outline.converted:
             size = outline.config.routed_params * (4 if held == "float16" else held.itemsize)
             check_host_cache(outline.name, size, self.decoding.host_cache)
-        return None if self.draft is None else resolve_draft(self.draft, outline)
+        draft = None if self.draft is None else resolve_draft(self.draft, outline)
+        return draft, self.decoding.trained_predictor(outline, draft)
 
-    def plan(self, prompts: Sequence[Any], draft: Draft | None) -> MemoryPlan:
+    def plan(
+        self, prompts: Sequence[Any], draft: Draft | None, predictor: ExpertPredictor | None
+    ) -> MemoryPlan:
         """How `--memory` is dealt out; no weight is read for it.
 
         Raises:
@@ -276,6 +292,7 @@ class Arguments:
             held=check_dtype(self.dtype),
             capacity=min(capacity, outline.config.context),
             draft=draft,
+            predictor=predictor,
             draft_length=self.decoding.options(self.mode).drafted_rows,
             r=self.decoding.r if self.mode in PATH_MODES else 0,
         )
@@ -328,8 +345,8 @@ def main(argv: list[str]) -> int:
     on_bad = (lambda name, error: bad.append((name, error))) if args.skip_bad else None
     if args.prompts is not None:
         prompts = read_prompts(args.prompts, on_bad=on_bad)
-    draft = args.check()
-    memory = None if args.memory is None else args.plan(prompts, draft)
+    draft, predictor = args.check()
+    memory = None if args.memory is None else args.plan(prompts, draft, predictor)
     if memory is not None:
         say(f"memory: {memory.describe()}")
     if args.approx.budget is not None:
@@ -346,6 +363,7 @@ def main(argv: list[str]) -> int:
             target,
             prompts,
             draft=draft,
+            predictor=predictor,
             mode=args.mode,
             governor=args.governor,
             memory=memory,

@@ -1,4 +1,4 @@
-"""`dejax inspect MODEL`: what a target is, what it weighs, and what of it fits where.
+"""`dejax inspect MODEL [--draft D]`: what a target is, what it weighs, what of it fits where.
 
 Without weights (a folder that has only its `config.json`) sizes are those of bfloat16. Parameters
 are counted on the abstract model, so that nothing is allocated.
@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dejax.ckpt.draft_state import draft_facts, draft_tensors, head_tensors, resolve_draft
 from dejax.ckpt.expert_codec import OPTIONS, record_bytes
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.ckpt.gguf_weights import GGUFFile
 from dejax.ckpt.hf_weights import abstract_model, plan_checkpoint
 from dejax.ckpt.tensor_files import INDEX_FILE, SINGLE_FILE
 from dejax.config import MLAConfig, ModelConfig
+from dejax.draft.expert import Draft
 from dejax.nn.attention import init_cache
 from dejax.target import (
     STORE_DIR,
@@ -32,8 +34,9 @@ from dejax.target import (
     is_gguf,
     load_config,
     model_folder,
+    read_outline,
 )
-from infer.arguments import Model, OutputFile, Positional, parse
+from infer.arguments import DraftSpec, Model, OutputFile, Positional, parse
 from infer.console import print_table
 from infer.output import report
 from infer.units import format_bytes, format_count, format_decimal_bytes
@@ -359,6 +362,33 @@ def _active_rows(found: Inspection) -> list[tuple[str, str]]:
     return rows
 
 
+def inspect_draft(draft: Draft) -> dict[str, Any]:
+    """What draft experts are, for `--json`; `confidence_head` is None where they have none."""
+    head = None
+    if draft.head is not None:
+        arrays = head_tensors(draft.head).values()
+        size = sum(array.nbytes for array in arrays)
+        head = {"positions": draft.head.biases.shape[1], "bytes": size}
+    size = sum(array.nbytes for array in draft_tensors(draft).values())
+    facts = draft_facts(draft.config) | {"layers": len(draft.experts), "bytes": size}
+    return facts | {"averaged": draft.raw is not None, "confidence_head": head}
+
+
+def _draft_rows(draft: Draft) -> list[tuple[str, str]]:
+    told = inspect_draft(draft)
+    head = told["confidence_head"]
+    about = "none"
+    if head is not None:
+        about = f"for drafts of {head['positions']} tokens ({format_decimal_bytes(head['bytes'])})"
+    return [
+        ("layers", str(told["layers"])),
+        ("width", str(told["width"])),
+        ("routed experts beside", str(told["top_r"])),
+        ("size in float32", format_decimal_bytes(told["bytes"])),
+        ("confidence head", about),
+    ]
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of `dejax inspect`."""
@@ -366,6 +396,8 @@ class Arguments:
     model: Positional[Model]
     """A Hugging Face folder (its config.json suffices), a converted folder, a GGUF file (dense
     Llama), or tiny."""
+    draft: DraftSpec | None = None
+    """Draft experts of MODEL, to be told of too: a folder or file, or untrained ones (init)."""
     json: OutputFile | None = None
     """Write every figure here as JSON; - is standard output."""
 
@@ -374,6 +406,14 @@ def main(argv: list[str]) -> int:
     """Runs `dejax inspect`."""
     about = "Tell what a target is, what it weighs, and what of it fits where."
     args = parse(Arguments, argv, prog="dejax inspect", description=about)
+    draft = None if args.draft is None else resolve_draft(args.draft, read_outline(args.model))
     found = inspect(args.model)
-    report(args.json, found.to_json(), lambda: show(found))
+    told = {} if draft is None else {"draft": inspect_draft(draft)}
+
+    def show_all() -> None:
+        show(found)
+        if draft is not None:
+            print_table(f"{args.draft}: draft experts", ("property", "value"), _draft_rows(draft))
+
+    report(args.json, found.to_json() | told, show_all)
     return 0

@@ -5,7 +5,7 @@ the memory of the process; elsewhere that of the accelerator, and `--host-cache`
 
     process        what it has before a weight is read, and what compiled steps take
     weights        everything of the target but its routed experts; a store in memory
-    draft experts
+    draft experts  and a trained predictor of experts
     KV cache       for the requested context and the scratch rows of a pass
     activations    of the widest pass
     staging        experts on their way: as stored, and as the device has them
@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.config import ModelConfig
 from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import UsageError
 from dejax.nn.attention import init_cache
 from dejax.target import STORE_DIR, Outline
@@ -160,6 +161,7 @@ def plan_decode(
     held: np.dtype,
     capacity: int,
     draft: Draft | None,
+    predictor: ExpertPredictor | None = None,
     draft_length: int,
     r: int,
 ) -> MemoryPlan:
@@ -167,7 +169,8 @@ def plan_decode(
 
     Args:
       held: dtype that weights are to be held in.
-      draft: draft experts, or None; the other arguments are those of `plan_memory`.
+      draft, predictor: draft experts and a trained predictor, or None; the other arguments are
+        those of `plan_memory`.
 
     Raises:
       UsageError: as `plan_memory`, or the folder is not converted.
@@ -180,18 +183,16 @@ def plan_decode(
     store = ExpertStore.open(folder / STORE_DIR)
     compute = np.promote_types(held, np.float32)
     form = device_form(store, compute, None)
-    layers = outline.config.moe_layers if draft is not None else ()
+    drafting: list[Any] = [] if predictor is None else [predictor.params]
+    if draft is not None:
+        drafting += [draft.layer_params(layer) for layer in outline.config.moe_layers]
     return plan_memory(
         outline.config,
         form,
         budget=budget,
         weights=resident_params(outline.config) * held.itemsize,
         record_bytes=store.bytes_per_expert,
-        draft_experts=sum(
-            leaf.nbytes for layer in layers for leaf in jax.tree.leaves(draft.layer_params(layer))
-        )
-        if draft is not None
-        else 0,
+        draft_experts=sum(leaf.nbytes for leaf in jax.tree.leaves(drafting)),
         capacity=capacity,
         compute_dtype=compute,
         draft_length=draft_length,

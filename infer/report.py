@@ -11,6 +11,7 @@ and prefetch_precision |P n required| / |P|, each summed over rounds before divi
 shuffled_recall and shuffled_precision are those of a control: every round is given what was
 prefetched in another one, so they say how much of the two any guess of that size would reach.
 
+controller_share is the part of the time in which the host decided what to draft and verify.
 governed_rounds are rounds in which a mode that drafts was kept from it (`infer.trace.Round`); they
 count as rounds everywhere else too.
 """
@@ -162,6 +163,7 @@ def stats(trace: Sequence[Round]) -> dict[str, Any]:
         "draft_pass_seconds": _ratio(sum(r.draft_seconds for r in rounds), passes),
         "target_pass_seconds": _mean([r.target_seconds for r in rounds]),
         "host_share": _ratio(decode_seconds - waiting, decode_seconds),
+        "controller_share": _ratio(sum(r.control_seconds for r in rounds), decode_seconds),
     }
 
 

@@ -254,6 +254,11 @@ class Residency:
         """Whether an expert is on the device, or queued or under way."""
         return pair in self._cache.slots
 
+    def is_resident(self, pair: Pair) -> bool:
+        """Whether an expert is on the device now."""
+        slot = self._cache.slots.get(pair)
+        return slot is not None and slot.array is not None
+
     def available(self) -> set[Pair]:
         """The pairs for which `is_available` holds."""
         with self._lock:

@@ -91,8 +91,10 @@ class ResidentExperts:
         self.stacks.clear()
 
     def is_available(self, pair: Pair) -> bool:
-        """Whether there is such an expert."""
+        """Whether there is such an expert; so with `is_resident`."""
         return pair in self._pairs
+
+    is_resident = is_available
 
     def available(self) -> set[Pair]:
         """All pairs; so with `resident`."""
@@ -185,6 +187,10 @@ class Gathered:
         if len(h) == PREFILL_ROWS:
             return experts_of_tokens(h, ids, gates, stack, block=16, activation=self.activation)
         return self._few_rows(h, ids, gates, stack)
+
+    def prefer(self, layer: int, ids: Any, gates: Any, given: Any, **how: Any) -> Int[Array, "R K"]:
+        """The router's own order: all experts are resident."""
+        return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
     def _one_row(self, h, ids, gates, stack):
         """Slices of the chosen experts, without a loop."""

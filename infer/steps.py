@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dejax.ckpt.expert_codec import Packing, unpack
 from dejax.config import ClampedSwiGLU, GQAConfig, MLAConfig, ModelConfig
+from dejax.draft.confidence import head_scores
 from dejax.draft.expert import draft_output
 from dejax.model import (
     DecoderLayer,
@@ -47,6 +48,20 @@ def outer_steps(definition: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[
         return logits_of(nnx.merge(definition, params), x)
 
     return embed_rows, logits_rows
+
+
+@cache
+def score_step(definition: nnx.GraphDef) -> Callable[..., Any]:
+    """Jitted (params, head, x [R, D], entered [R, D]) -> a confidence head's scores [R, M].
+
+    `definition` and `params` as in `outer_steps`; `entered` is what entered the first layer.
+    """
+
+    @jax.jit
+    def score_rows(params: Params, head: Params, x: Array, entered: Array) -> Float[Array, "R M"]:
+        return head_scores(head, nnx.merge(definition, params).norm(x), entered)
+
+    return score_rows
 
 
 @cache
@@ -147,7 +162,7 @@ def _numbers(experts: tuple[Any, ...], packing: Packing | None, dtype: Any) -> t
     return tuple(unpack(packing, expert, dtype) for expert in experts)
 
 
-@partial(jax.jit, static_argnames=("activation", "packing"))
+@partial(jax.jit, static_argnames=("r", "activation", "packing"))
 def sum_experts(
     h: Float[Array, "R D"],
     ids: Int[Array, "R K"],
@@ -156,16 +171,20 @@ def sum_experts(
     experts: tuple[Any, ...],
     before: Float[Array, "R D"] | None,
     *,
+    r: int | None,
     activation: ClampedSwiGLU | None,
     packing: Packing | None,
 ) -> Float[Array, "R D"]:
-    """`before` plus the weighted outputs of some unique experts, in ascending order."""
-    weights = unique_weights(ids, gates, unique_ids)
+    """`before` plus the weighted outputs of some unique experts, in ascending order.
+
+    `r`: a row has its first r experts alone, although those of other rows are at hand; None: all.
+    """
+    weights = unique_weights(ids[:, :r], gates[:, :r], unique_ids)
     numbers = _numbers(experts, packing, h.dtype)
     return experts_of_rows(h, weights, numbers, before=before, activation=activation)
 
 
-@partial(jax.jit, static_argnames=("activation", "packing"))
+@partial(jax.jit, static_argnames=("r", "activation", "packing"))
 def add_experts(
     x: Float[Array, "R D"],
     always: Float[Array, "R D"] | None,
@@ -177,14 +196,15 @@ def add_experts(
     before: Float[Array, "R D"] | None,
     draft: Params | None,
     *,
+    r: int | None,
     activation: ClampedSwiGLU | None,
     packing: Packing | None,
 ) -> Float[Array, "R D"]:
     """Residual stream after the routed experts and, on the draft path, the draft expert.
 
-    `always` is what the shared experts give, None where there are none.
+    `always` is what the shared experts give, None where there are none; `r` as for `sum_experts`.
     """
-    weights = unique_weights(ids, gates, unique_ids)
+    weights = unique_weights(ids[:, :r], gates[:, :r], unique_ids)
     numbers = _numbers(experts, packing, h.dtype)
     routed = experts_of_rows(h, weights, numbers, before=before, activation=activation)
     if draft is not None:

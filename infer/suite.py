@@ -5,13 +5,14 @@ and the rows that tables and plots are made of. Every number of a row comes from
 """
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dejax.ckpt.expert_store import ExpertStore
 from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.ecospec import EcoConfig
@@ -22,9 +23,12 @@ from infer.console import progress
 from infer.decode import DRAFT_MODES, DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.divergence import judge
+from infer.engines import EngineName
 from infer.link import Link, parse_link
+from infer.oracle import TrueRoutes
+from infer.prefetch_oracle import Required, required, told_run
 from infer.report import distinct_ngrams, rounds_of, stats
-from infer.resident import ResidentDecoder
+from infer.resident import ResidentDecoder, load_resident
 from infer.staging import device_form
 from infer.trace import Round
 
@@ -39,10 +43,16 @@ class Run:
     Attributes:
       name: what tables call it.
       cache: share of the target's experts that the device cache holds (0 to 1).
+      engine: how passes run; with "resident", which needs a cache of 1, nothing is ever loaded.
       look_ahead: whether target passes ask for what the next layer will probably use.
       tree: how drafts branch, by name (`dejax.spec.tree_options`).
       expert_cost, predictor: of mode ecospec (`dejax.spec.ecospec`).
+      draft_resident: as in `infer.decode.DecodeOptions`.
       governor: whether drafting is switched off while it does not pay.
+      oracle: whether trees are chosen by the routes that they really will have (`infer.oracle`).
+        Not a real system.
+      prefetch_oracle: prefetch what the verification will need, not what is predicted
+        (`infer.prefetch_oracle`). Not a real system.
     """
 
     name: str
@@ -60,12 +70,17 @@ class Run:
     tree: str = "chain"
     expert_cost: float = 0.3
     predictor: str = "router"
+    draft_resident: float | None = None
     governor: bool = False
+    engine: EngineName = "host"
+    oracle: bool = False
+    prefetch_oracle: bool = False
 
     @property
-    def place(self) -> tuple[bool, float, bool]:
-        """What a decoder is made for: draft experts or not, the cache, whether it looks ahead."""
-        return self.mode in DRAFT_MODES, self.cache, self.look_ahead
+    def place(self) -> "Place":
+        """What a decoder is made for."""
+        drafts = self.mode in DRAFT_MODES
+        return Place(drafts, self.cache, self.look_ahead, self.engine, self.prefetch_oracle)
 
     def options(self, max_new_tokens: int, *, stop_at_eos: bool) -> DecodeOptions:
         """The decode options of this run."""
@@ -85,6 +100,7 @@ class Run:
             prefetch=self.prefetch,
             tree=parse_tree(self.tree),
             eco=EcoConfig(self.expert_cost, self.predictor),  # pyright: ignore[reportArgumentType]
+            draft_resident=self.draft_resident,
             stop_at_eos=stop_at_eos,
             governor=self.governor,
         )
@@ -93,6 +109,18 @@ class Run:
     def is_reference(self) -> bool:
         """Whether runs of the same temperature must agree with it: plain decoding, no cache."""
         return self.mode == "ar" and not self.cache and not self.look_ahead
+
+
+class Place(NamedTuple):
+    """What a decoder is made for: draft experts or not, the share of all experts that it caches,
+    whether it looks ahead, its engine, and whether there is room to prefetch every expert.
+    """
+
+    drafts: bool = False
+    cache: float = 0.0
+    look_ahead: bool = False
+    engine: EngineName = "host"
+    prefetches_all: bool = False
 
 
 def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
@@ -121,7 +149,8 @@ def standard_runs(top_k: int, *, every_seeded: bool) -> list[Run]:
 class Suite:
     """A target with its prompts (ids and token ids), and the link its experts cross.
 
-    `kinds`: what kind of text each prompt asks for, where that is known.
+    `kinds`: what kind of text each prompt asks for, where that is known. `predictor`: that of runs
+    whose `predictor` is "trained".
     """
 
     target: Target
@@ -131,6 +160,7 @@ class Suite:
     link: Link
     stop_at_eos: bool = False
     kinds: Sequence[str] = ()
+    predictor: ExpertPredictor | None = None
 
     @property
     def capacity(self) -> int:
@@ -143,29 +173,36 @@ class Suite:
             )
         return longest
 
+    def offload(self, device_cache: int | None, **options: Any) -> Offload:
+        """Where the suite's experts are; what a host cache holds would not come from the disk."""
+        host_cache = 0 if self.link.cold else None
+        return Offload(device_cache, host_cache=host_cache, link=self.link, **options)
 
-def _decoder(suite: Suite, store: ExpertStore, place: tuple[bool, float, bool]) -> Decoder:
+
+def _decoder(suite: Suite, store: ExpertStore, place: Place) -> Decoder:
     """A decoder whose device cache holds a share of the experts."""
-    drafts, cache, look_ahead = place
     size = device_form(store, suite.target.compute_dtype, None).bytes
-    offload = Offload(
-        device_cache=int(cache * len(store.pairs)) * size,
-        # What it holds would not be read from the disk.
-        host_cache=0 if suite.link.cold else None,
-        link=suite.link,
-        look_ahead=look_ahead,
+    offload = suite.offload(
+        None if place.cache == 1 else int(place.cache * len(store.pairs)) * size,
+        look_ahead=place.look_ahead,
+        engine=place.engine,
+        prefetch=len(store.pairs) * size if place.prefetches_all else None,
     )
-    draft = suite.draft if drafts else None
-    return Decoder(suite.target, draft=draft, offload=offload, capacity=suite.capacity, store=store)
+    known: Any = dict(draft=suite.draft, predictor=suite.predictor) if place.drafts else {}
+    return Decoder(suite.target, **known, offload=offload, capacity=suite.capacity, store=store)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its traces (one a prompt) of every repeat, and its row in the demo's JSON form."""
+    """One run: its traces (one a prompt) of every repeat, and its row in the demo's JSON form.
+
+    `oracle_passes`: passes of an oracle that fell into the repeats.
+    """
 
     run: Run
     repeats: tuple[tuple[tuple[Round, ...], ...], ...]
     row: dict[str, Any]
+    oracle_passes: int = 0
 
     @property
     def traces(self) -> tuple[tuple[Round, ...], ...]:
@@ -182,37 +219,66 @@ class Result:
         ]
 
 
-def run_all(suite: Suite, runs: Sequence[Run], *, repeats: int = 1) -> list[Result]:
+def run_all(
+    suite: Suite, runs: Sequence[Run], *, repeats: int = 1, afresh: bool = False
+) -> list[Result]:
     """Decodes all prompts in every run, and holds each against its autoregressive reference.
 
     All runs are made in turn, then all of them again: what else the machine does falls on all of
-    them. Runs of one place share a decoder.
+    them. Runs of one place share a decoder. `afresh`: a repeat knows nothing of those before it.
     """
     store = expert_store(suite.target, Offload(link=suite.link))
     results: list[list[tuple[tuple[Round, ...], ...]]] = [[] for _ in runs]
+    passes = [0] * len(runs)
+    told: dict[tuple[int, int], Required] = {}
     total = len(runs) * len(suite.prompts) * repeats
     with ExitStack() as stack, progress("decode", total, "prompts") as bar:
         decoders = {
             place: stack.enter_context(_decoder(suite, store, place))
             for place in sorted({run.place for run in runs})
         }
+        oracle = _oracle(suite, store, decoders) if any(run.oracle for run in runs) else None
         for repeat in range(repeats):
+            for decoder in decoders.values() if afresh else ():
+                decoder.forget()
             for index, run in enumerate(runs):
                 options = run.options(suite.max_new_tokens, stop_at_eos=suite.stop_at_eos)
                 decoder = decoders[run.place]
+                foresee = oracle if run.oracle else None
                 if not repeat:
                     with bar.aside("compiling"):
                         decoder.warm_up(options)
+                if foresee is not None and not repeat:
+                    with bar.aside("true routes"):
+                        for _, ids in suite.prompts:
+                            decoder.run(ids, options, foresee=foresee)
+                    decoder.forget()
+                before = 0 if foresee is None else foresee.passes
                 traces = []
-                for _, ids in suite.prompts:
-                    traces.append(decoder.run(ids, options))
+                for number, (_, ids) in enumerate(suite.prompts):
+                    if run.prefetch_oracle:
+                        if not repeat:  # a run that is not counted
+                            told[index, number] = required(decoder.run(ids, options))
+                        traces.append(told_run(decoder, ids, options, told[index, number]))
+                    else:
+                        traces.append(decoder.run(ids, options, foresee=foresee))
                     bar.advance(1, run=run.name)
                 results[index].append(tuple(traces))
+                passes[index] += 0 if foresee is None else foresee.passes - before
     references = {run.temperature: index for index, run in enumerate(runs) if run.is_reference}
     return [
-        Result(run, tuple(found), _row(suite, run, found, results[references[run.temperature]][0]))
-        for run, found in zip(runs, results, strict=True)
+        Result(
+            run, tuple(found), _row(suite, run, found, results[references[run.temperature]][0]), own
+        )
+        for run, found, own in zip(runs, results, passes, strict=True)
     ]
+
+
+def _oracle(suite: Suite, store: ExpertStore, decoders: Mapping[Place, Decoder]) -> TrueRoutes:
+    """True routes, by the experts of a resident decoder if there is one."""
+    held = (d.residency for d in decoders.values() if d.offload.engine == "resident")
+    experts = next(held, None) or load_resident(suite.target, store=store)
+    return TrueRoutes(suite.target, experts, suite.capacity)
 
 
 def _tokens(trace: Sequence[Round]) -> list[int]:
@@ -270,7 +336,7 @@ def choose_link(
 
     def second_run(share: float) -> list[Round]:
         suite = Suite(target, None, [("", prompt)], tokens, parse_link("real"))
-        with _decoder(suite, store, (False, share, False)) as decoder:
+        with _decoder(suite, store, Place(cache=share)) as decoder:
             decoder.run(prompt, options)  # fills the device cache
             return rounds_of(decoder.run(prompt, options))
 

@@ -1,12 +1,14 @@
-"""How long the steps of a running decode take: medians of the latest, for the rules that need them.
+"""How long the parts of a running decode take: where a round's time goes, and medians of steps.
 
-Medians, because a single pass that met a busy machine or a collection of garbage says nothing about
-the next one.
+The medians are for the rules that need them: a single pass that met a busy machine or a collection
+of garbage says nothing about the next one.
 """
 
 import collections
+import contextlib
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dejax.spec.cost import Calibration, StepTimes
@@ -16,6 +18,41 @@ from infer.prefetch import LoadEvent
 
 LATEST = 32
 """How many measurements of a kind are kept."""
+
+
+@dataclass
+class Clock:
+    """Seconds of a round by what they went to; decode loop, engine and drafters add to it.
+
+    Attributes:
+      device, loads: waiting for jitted steps, and for loads.
+      control: deciding what is drafted and verified: confidence and stop rules, growing trees and
+        choosing their nodes, the governor. Not draft passes, nor the choice of a tree's tokens.
+      aside: what is no part of the decode, and is taken off its times (`infer.oracle`).
+    """
+
+    device: float = 0.0
+    loads: float = 0.0
+    control: float = 0.0
+    aside: float = 0.0
+
+    def begin(self) -> None:
+        """A new round. What was learned from the one before it counts as control of this one."""
+        self.device = self.loads = self.aside = 0.0
+
+    def take_control(self) -> float:
+        """`control`, from zero again."""
+        control, self.control = self.control, 0.0
+        return control
+
+    @contextlib.contextmanager
+    def controlling(self) -> Iterator[None]:
+        """What is done within it is control."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.control += time.perf_counter() - began
 
 
 class Recent:

@@ -33,6 +33,8 @@ class Round:
         without) and over a token that was looked at and dropped.
       draft_routes: the experts that the draft router chose, one list of pairs a pass.
       draft_used: pairs whose weights the draft passes read.
+      predicted: of each drafted token, the pairs that a trained predictor expected of its row; none
+        without one.
       required: pairs that the target pass used; rows_routes: the same, row by row.
       resident: those of `required` that were on the device when the round began.
       prefetched: pairs whose prefetch began in the round.
@@ -43,6 +45,7 @@ class Round:
       began: seconds of the clock that loads are booked by.
       draft_seconds, target_seconds, total_seconds: wall time of its parts, in this order.
       device_seconds, load_seconds: of it, time waiting for jitted steps and for loads.
+      control_seconds: of it, deciding what to draft and to verify (`infer.timing.Clock`).
       governed: whether a mode that drafts was kept from it in this round, to measure an
         autoregressive step or because drafting does not pay.
       rescued: rows, summed over layers, that a lossy verification left their top-1 in spite of its
@@ -57,6 +60,7 @@ class Round:
     draft_passes: int = 0
     draft_routes: tuple[frozenset[Pair], ...] = ()
     draft_used: frozenset[Pair] = frozenset()
+    predicted: tuple[frozenset[Pair], ...] = ()
     required: frozenset[Pair] = frozenset()
     rows_routes: tuple[frozenset[Pair], ...] = ()
     resident: frozenset[Pair] = frozenset()
@@ -72,6 +76,7 @@ class Round:
     total_seconds: float = 0.0
     device_seconds: float = 0.0
     load_seconds: float = 0.0
+    control_seconds: float = 0.0
     governed: bool = False
     rescued: int = 0
 
@@ -98,7 +103,7 @@ def from_record(record: dict[str, Any]) -> Round:
     def value(name: str, item: Any) -> Any:
         if name in ("draft_used", "required", "resident", "prefetched"):
             return pairs(item)
-        if name in ("draft_routes", "rows_routes"):
+        if name in ("draft_routes", "rows_routes", "predicted"):
             return tuple(pairs(part) for part in item)
         if name == "loads":
             return tuple(LoadEvent(**event) for event in item)

@@ -6,17 +6,20 @@ overwrites: the target's KV of committed tokens and the draft's of a path are al
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dejax.errors import UsageError
-from dejax.spec.rules import DraftChooser
+from dejax.shapes import Pair
+from dejax.spec.confidence import Sureness
+from dejax.spec.expert_use import Flat
 from dejax.spec.tree import Children, ChooseNodes, Node, Paid, TreeConfig, grow, most_confident
 from infer.blocks import SCRATCH
 from infer.buckets import ROW_BUCKETS
 from infer.drafters import Proposal
 from infer.engines import EngineLike
+from infer.node_predictor import NodePredictor
 from infer.timing import Timings
 
 
@@ -56,26 +59,44 @@ def check_strict(tree: TreeConfig, *, strict: bool) -> None:
         )
 
 
+@runtime_checkable
+class Foresee(Protocol):
+    """Tells what rows of a verification will use before it is run: for measurements alone."""
+
+    def __call__(
+        self, tokens: Sequence[int], nodes: Sequence[Node]
+    ) -> tuple[frozenset[Pair], list[Node]]:
+        """Routes of the pending token (the last of `tokens`), and the nodes with theirs."""
+        ...
+
+
 @dataclass(frozen=True)
 class TreePhase:
     """A proposer of trees: `infer.drafters.Proposer`.
 
     Attributes:
-      r: routed experts that the draft path keeps.
+      r, resident: of the draft path's passes, as in `infer.passes.Drafting`.
+      sureness: what chooses the tokens below a row, and how sure it is of each.
       prefetch: whether the experts that the passes predict are prefetched.
       eos_ids: nothing after an end token can be emitted, so none is drafted.
       choose: which of the grown nodes are verified; None: the most confident ones, if the tree
         grows more than it keeps.
+      foresee: given, `choose` is told of these routes in place of the drafter's; what that takes is
+        no part of the decode.
+      predictor: given, tells `choose` what experts each node will need.
     """
 
     engine: EngineLike
     tree: TreeConfig
     r: int
-    chooser: DraftChooser
+    sureness: Sureness
     timings: Timings
     prefetch: bool
     eos_ids: Collection[int]
     choose: ChooseNodes | None = None
+    foresee: Foresee | None = None
+    resident: float | None = None
+    predictor: NodePredictor | None = None
 
     @property
     def verifies_all(self) -> bool:
@@ -84,13 +105,16 @@ class TreePhase:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """A tree below the last of `tokens`."""
-        levels, residency = _Levels(self, tokens), self.engine.residency
-        before = residency.available()
-        grown = grow(self.tree, limit, levels.draft, ends=self.eos_ids)
+        levels, residency, clock = _Levels(self, tokens), self.engine.residency, self.engine.clock
+        with clock.controlling():
+            before = residency.available()
+            grown = grow(self.tree, limit, levels.draft, ends=self.eos_ids)
+        clock.control -= levels.seconds
         results = levels.results
+        guesses = self._predicted(grown.nodes, results)
         nodes = [
-            replace(node, routes=results[row].routes if row in results else None)
-            for row, node in enumerate(grown.nodes, start=1)
+            replace(node, routes=results[row].routes if row in results else None, predicted=guess)
+            for row, (node, guess) in enumerate(zip(grown.nodes, guesses, strict=True), start=1)
         ]
         whole = Proposal(
             tokens=[node.token for node in nodes],
@@ -104,18 +128,52 @@ class TreePhase:
         )
         if self.verifies_all:
             return whole
-        paid = Paid(results[0].routes, levels.used, before, residency.available())
-        kept = (self.choose or most_confident)(nodes, self.tree.nodes, paid)
+        root, known = self._foreseen(tokens, nodes, results[0].routes)
+        with clock.controlling():
+            paid = Paid(root, levels.used, before, residency.available())
+            kept = (self.choose or most_confident)(known, self.tree.nodes, paid)
         if self.prefetch:
             routes = [nodes[row - 1].routes or () for row in sorted(kept)]
             residency.prefetch(pair for pairs in routes for pair in pairs)
-        return whole.choose(kept)
+        chosen = whole.choose(kept)
+        if self.predictor is None:
+            return chosen
+        flat = (nodes[row - 1].predicted for row in sorted(kept))
+        told = [self.predictor.grid.pairs(each) for each in flat if each is not None]
+        return replace(chosen, predicted=told)
+
+    def _predicted(
+        self, nodes: Sequence[Node], results: Mapping[int, "_Row"]
+    ) -> Sequence[Flat | None]:
+        """What the predictor expects of each node."""
+        if self.predictor is None or not nodes:
+            return [None] * len(nodes)
+        parents = [results[node.parent] for node in nodes]
+        return self.predictor(
+            [parent.hidden for parent in parents],
+            [node.token for node in nodes],
+            [parent.routes for parent in parents],
+            size=sum(self.tree.widths()),
+        )
+
+    def _foreseen(
+        self, tokens: Sequence[int], nodes: list[Node], root: frozenset[Pair]
+    ) -> tuple[frozenset[Pair], list[Node]]:
+        """What `choose` is told: the drafter's routes, or those that are foreseen."""
+        if self.foresee is None:
+            return root, nodes
+        began = time.perf_counter()
+        found = self.foresee(tokens, nodes)
+        self.engine.clock.aside += time.perf_counter() - began
+        return found
 
 
 @dataclass(frozen=True)
 class _Row:
     logits: Any
     routes: frozenset
+    hidden: Any
+    scores: Any
 
 
 class _Levels:
@@ -125,7 +183,7 @@ class _Levels:
         self.phase, self.tokens = phase, tokens
         self.results: dict[int, _Row] = {}  # by row of the tree
         self.used: frozenset = frozenset()
-        self.passes = 0
+        self.passes, self.seconds = 0, 0.0
         self._block: dict[int, int] = {}  # row of the tree -> row of the block
         self._parents: list[int] = []
 
@@ -133,13 +191,16 @@ class _Levels:
         self, nodes: Sequence[Node], rows: Sequence[int], counts: Sequence[int]
     ) -> list[Children]:
         """One level: passes over these rows, and the children they lead to."""
+        began = time.perf_counter()
         self._run(nodes, rows)
-        committed, chooser = len(self.tokens), self.phase.chooser
+        committed, sureness = len(self.tokens), self.phase.sureness
         found = []
         for row, count in zip(rows, counts, strict=True):
-            position = committed + (nodes[row - 1].depth if row else 0)
-            logits = self.results[row].logits
-            found.append(chooser.children(logits, position=position, count=count))
+            depth = nodes[row - 1].depth if row else 0
+            place: Any = dict(position=committed + depth, depth=depth + 1, count=count)
+            result = self.results[row]
+            found.append(sureness.of_children(result.logits, result.scores, **place))
+        self.seconds += time.perf_counter() - began
         return found
 
     def _run(self, nodes: Sequence[Node], rows: Sequence[int]) -> None:
@@ -150,18 +211,20 @@ class _Levels:
         for row in rows:
             self._parents.append(self._block[nodes[row - 1].parent] if row else -1)
             self._block[row] = len(self._block)
+        how: Any = dict(r=phase.r, prefetch=sure, resident=phase.resident)
         if rows[0] == 0:
-            result = engine.draft_row(self.tokens[-1], start=start, r=phase.r, prefetch=sure)
+            result = engine.draft_row(self.tokens[-1], start=start, **how)
         else:
             level = [nodes[row - 1].token for row in rows]
-            result = engine.draft_level(
-                level, start=start, parents=self._parents, r=phase.r, prefetch=sure
-            )
+            result = engine.draft_level(level, start=start, parents=self._parents, **how)
         seconds = time.perf_counter() - began
         phase.timings.draft_pass(seconds, waited=clock.loads - waited)
         self.passes += 1
         self.used |= result.used
-        for row, logits, routes in zip(rows, result.logits, result.routes, strict=True):
-            self.results[row] = _Row(logits, routes)
+        nothing = [None] * len(rows)
+        hidden = nothing if result.hidden is None else result.hidden
+        scores = nothing if result.scores is None else result.scores
+        found = map(_Row, result.logits, result.routes, hidden, scores)
+        self.results |= zip(rows, found, strict=True)
         if sure:
             engine.residency.prefetch(pair for pairs in result.routes for pair in pairs)

@@ -173,13 +173,14 @@ def main(argv: list[str]) -> int:
             f"--r is {args.decoding.r}; the target routes to {experts.top_k} experts per token"
         )
     draft = None if args.draft is None else resolve_draft(args.draft, outline)
+    predictor = args.decoding.trained_predictor(outline, draft)
     rows: list[dict[str, Any]] = []
     prices: list[dict[str, Any]] = []
     for dtype in args.dtypes or ("float32",):
         with jax.enable_x64(True) if dtype == "float64" else nullcontext():
             target = load_shown(args.model, dtype)
             fits = _fitting(target, prompts, args)
-            rows += _verify(target, fits, draft, args, dtype)
+            rows += _verify(target, fits, draft, args, dtype, predictor=predictor)
             if args.decoding.strict:
                 prices.append({"dtype": dtype} | _price(target, fits, args))
     result = {
@@ -215,7 +216,12 @@ def _fitting(target: Target, prompts: Sequence[Any], args: Arguments) -> list[An
 
 
 def _verify(
-    target: Target, fits: Sequence[Any], draft: Draft | None, args: Arguments, dtype: str
+    target: Target,
+    fits: Sequence[Any],
+    draft: Draft | None,
+    args: Arguments,
+    dtype: str,
+    **more: Any,
 ) -> list[dict[str, Any]]:
     """The rows of one dtype."""
     drafting = 0 if draft is None else 2 - args.decoding.strict
@@ -230,6 +236,7 @@ def _verify(
             args.decoding.sampling,
             dtype=dtype,
             on_tokens=lambda count, mode: bar.advance(count, mode=mode),
+            **more,
             **args.decoding.given(),
         )
 

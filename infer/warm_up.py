@@ -24,11 +24,13 @@ def warm_up(engine: Any, sizes: Sequence[int], *, levels: Sequence[int], r: int 
     for size in dict.fromkeys([*sizes, *levels]):
         drafts = r is not None and size in (1, *levels)
         x, routed = _layers(engine, size, drafts=drafts)
+        if drafts:
+            engine.scores(x, x)
         if routed and size in sizes:
             prefill = size == PREFILL_ROWS
             _counts(engine, routed, engine.target.config.moe.top_k, size, prefill=prefill)
         if routed and r is not None and drafts:
-            _counts(engine, routed, r, size, draft=engine.draft_params_of_first_layer)
+            _counts(engine, routed, r, size, r=r, draft=engine.draft_params_of_first_layer)
         engine.rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
     for size in levels:
         engine.masks(level_of([], 0, (), size))
@@ -41,6 +43,7 @@ def _counts(
     size: int,
     *,
     prefill: bool = False,
+    r: int | None = None,
     draft: Params | None = None,
 ) -> None:
     """The expert steps of passes of up to `size` rows that each use `least` experts a layer."""
@@ -54,7 +57,8 @@ def _counts(
     high = bucket(min(most, buckets[-1]), buckets)
     counts: Collection[int] = {*(b for b in buckets if low <= b <= high), *summed}
     for count in {*buckets[-1:], *pieces} if prefill else counts:
-        _experts(engine, routed, count, summed=count in summed, after=bool(summed), draft=draft)
+        which: Any = dict(summed=count in summed, after=bool(summed), r=r, draft=draft)
+        _experts(engine, routed, count, **which)
 
 
 def _layers(engine: Any, size: int, *, drafts: bool) -> tuple[Array, tuple]:
@@ -78,6 +82,7 @@ def _experts(
     *,
     summed: bool,
     after: bool,
+    r: int | None,
     draft: Params | None,
 ) -> None:
     """The steps over `count` experts: the last one of a layer, and those before it."""
@@ -88,6 +93,6 @@ def _experts(
     always = engine.always(engine.target.config.moe_layers[0], h)
     experts = (zero,) * count
     for before in (None, h) if after else (None,):  # any array of a sum's shape
-        engine.add_experts(x, always, h, chosen, gates, ids, experts, before, draft)
+        engine.add_experts(x, always, h, chosen, gates, ids, experts, before, draft, r=r)
         if summed:
-            engine.sum_experts(h, chosen, gates, ids, experts, before)
+            engine.sum_experts(h, chosen, gates, ids, experts, before, r=r)

@@ -1,6 +1,6 @@
 """The ablation of the losses (DraftExpert, arXiv 2607.24434, Table 5), and two arms of ours.
 
-    python -m train.arms [--target DIR] [--seeds 3] [--steps N] [--out DIR] [--json FILE]
+    python -m train.arms [--target DIR] [--seeds 3] [--steps N] [--set a.b=c] [--out DIR] [--json F]
 
 Every arm is one config (`configs/arm_*.py`), distilled once a seed and measured on the same
 held-out text and prompts: teacher-forced against the target, and in the decode loop with drafts of
@@ -8,12 +8,13 @@ fixed length. All start from the same closed-form fit. A finished run is kept un
 made again.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from dejax.paths import shown
 from dejax.sharding import make_mesh
 from dejax.target import Target, load_target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
-from infer.arguments import Model, OutputFile, OutputFolder, PositiveInt, parse
+from infer.arguments import Model, OutputFile, OutputFolder, PositiveInt, Settings, parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.output import make_folder, report, write_json
@@ -49,6 +50,8 @@ ARMS = {
 }
 """Arm -> its config; each of the first three adds to the one before it."""
 
+ArmConfig = Literal["arm_residual", "arm_logit", "arm_router", "arm_kv_mix", "arm_on_policy"]
+
 FORCED = ("kl", "agreement", "router_agreement", "prefetch_recall")
 SEEDS, DRAFT_LENGTH, NEW_TOKENS = 3, 4, 48
 ON_POLICY_PROMPTS, ON_POLICY_TOKENS = 240, 96
@@ -64,6 +67,10 @@ class Arguments:
     """Runs of each arm, with another order of the text each."""
     steps: PositiveInt | None = None
     """Steps of each run; the configs' own unless given."""
+    arms: tuple[ArmConfig, ...] = ()
+    """Configs of the arms to run; all unless given."""
+    set: Settings = ()
+    """Settings to change in every arm's config, such as draft.width=64."""
     out: OutputFolder = Path("runs") / "arms"
     """Folder for draft experts and results."""
     json: OutputFile | None = None
@@ -145,14 +152,16 @@ def run_arms(
     steps: int | None,
     out: Path,
     arms: dict[str, str] = ARMS,
+    settings: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """One row an arm and seed, `arm` and `seed` among its figures; top-1 alone has one row.
 
     Args:
       name: what the configs call the target; steps: of each run, None for the configs' own.
       out: under which runs are kept, by the target's identity.
+      settings: `a.b=c` of every config, as `train.config_files.load_config` takes them.
     """
-    first = _config(next(iter(arms.values())), name, 0, steps)
+    first = _config(next(iter(arms.values())), name, 0, steps, settings)
     teacher = as_teacher(target, make_mesh())
     data, out = open_rows(first, target), out / target.identity[:16]
     say("the target's own text, for simulated rounds")
@@ -161,20 +170,27 @@ def run_arms(
     for seed in range(seeds):
         initial = None
         for arm, config_name in arms.items():
-            config = _config(config_name, name, seed, steps)
-            folder = out / f"{config_name}-{seed}-{config.loop.steps}"
+            config = _config(config_name, name, seed, steps, settings)
+            folder = out / f"{config_name}-{seed}-{config.loop.steps}{_tag(settings)}"
             if (folder / "row.json").exists():
                 rows.append(json.loads((folder / "row.json").read_text()))
                 continue
             if initial is None:  # the same one for all arms
-                fitted_on = _config(next(iter(arms.values())), name, seed, steps)
+                fitted_on = _config(next(iter(arms.values())), name, seed, steps, settings)
                 initial = initial_draft(teacher, open_rows(fitted_on, target).batch_at, fitted_on)
             if config_name == "arm_on_policy":
                 config = replace(config, data=str(on_policy_text(target, out)))
             say(f"{arm}: seed {seed}")
-            batch_at = open_rows(config, target).batch_at
-            draft, _ = distill(teacher, batch_at, config, initial=initial)
+            rows_of = open_rows(config, target)
             make_folder(folder)
+            draft, _ = distill(
+                teacher,
+                rows_of.batch_at,
+                config,
+                workdir=folder if config.loop.save_every else None,
+                initial=initial,
+                data=rows_of.fingerprint,
+            )
             save_draft(folder / "draft", draft, target.config)
             measured = exam.measure(draft.stacked_params(), folder / "draft")
             row = {"arm": arm, "seed": seed} | measured
@@ -183,8 +199,16 @@ def run_arms(
     return rows
 
 
-def _config(config_name: str, target: str, seed: int, steps: int | None) -> DistillConfig:
-    config = load_config(config_name, ["seed=" + str(seed)])
+def _tag(settings: Sequence[str]) -> str:
+    """What tells runs of other settings apart on disk."""
+    text = "\n".join(sorted(settings))
+    return f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}" if settings else ""
+
+
+def _config(
+    config_name: str, target: str, seed: int, steps: int | None, settings: Sequence[str]
+) -> DistillConfig:
+    config = load_config(config_name, [*settings, f"seed={seed}"])
     loop = config.loop if steps is None else replace(config.loop, steps=steps)
     return replace(config, target=target, loop=loop)
 
@@ -232,8 +256,10 @@ def print_arms_table(found: Sequence[dict[str, Any]], steps: int) -> None:
 def train_ablation(target: Target, name: str, **options: Any) -> dict[str, Any]:
     """Rows of all runs (`run_arms`, whose options these are), steps of each, means and spreads."""
     rows = run_arms(target, name, **options)
-    steps = options["steps"] or load_config("arm_router").loop.steps
-    return {"steps": steps, "rows": rows, "arms": summary(rows)}
+    settings = options.get("settings", ())
+    steps = _config("arm_router", name, 0, options["steps"], settings).loop.steps
+    found = {"steps": steps, "settings": list(settings), "rows": rows, "arms": summary(rows)}
+    return {"target": target.name} | found
 
 
 def check_target(name: str) -> None:
@@ -260,11 +286,14 @@ def main(argv: list[str]) -> int:
     about = "Distill every arm of the ablation of the losses, and measure it."
     args = parse(Arguments, argv, prog="python -m train.arms", description=about)
     check_target(args.target)
+    for name in ARMS.values():  # before anything is trained
+        _config(name, str(args.target), 0, args.steps, args.set)
     make_folder(args.out)
     use_cpu_devices(load_config("arm_router").cpu_devices)
     target = load_target(args.target)
-    options = dict(seeds=args.seeds, steps=args.steps, out=args.out)
-    result = train_ablation(target, str(args.target), **options)
+    chosen = {arm: name for arm, name in ARMS.items() if not args.arms or name in args.arms}
+    options = dict(seeds=args.seeds, steps=args.steps, out=args.out, arms=chosen)
+    result = train_ablation(target, str(args.target), **options, settings=args.set)
     report(args.json, result, lambda: print_arms_table(result["arms"], result["steps"]))
     return 0
 

@@ -6,15 +6,18 @@ compiling is left out. Everything goes into a table, a plot, and JSON whose rows
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.ckpt.expert_codec import OPTIONS
-from dejax.config import DraftConfig, ModelConfig
+from dejax.ckpt.predictor_file import load_predictor
+from dejax.config import DraftConfig
+from dejax.draft.expert import Draft
+from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import FailedError, UsageError
-from dejax.target import Target, read_outline
+from dejax.target import Outline, Target, read_outline
 from infer.arguments import (
     DraftSpec,
     InputFile,
@@ -45,6 +48,7 @@ from infer.bench_link import bench_link, count_cases
 from infer.bench_plots import plot_suite
 from infer.bench_rows import Row, document, show
 from infer.bench_steps import WIDTHS, bench_draft, bench_verify
+from infer.bench_trees import bench_trees, in_all_places
 from infer.console import progress, say
 from infer.decoder import Offload, expert_store
 from infer.link import parse_link
@@ -52,12 +56,12 @@ from infer.loading import load_shown
 from infer.memory import peak_rss
 from infer.output import check_output_folder, report, write_json
 from infer.prompts import DEMO_PROMPTS, encode_prompt, read_prompts
-from infer.suite import LOAD_TO_COMPUTE, Run, Suite, choose_link
+from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, choose_link
 from infer.synthetic import PREFIX, prompts_of_random_tokens, synthetic_config, synthetic_target
 from train.distill_config import DistillConfig
 from train.step_cost import step_cost
 
-SUITES = ("link", "decode", "draft", "verify", "cache", "budget", "train")
+SUITES = ("link", "decode", "trees", "draft", "verify", "cache", "budget", "train")
 FEWEST = {"verify": WIDTHS[-1] + 1, "budget": ROWS + 1, "train": 1}
 """New tokens below which a suite has no pass or round to measure; 2 for those not named."""
 RANDOM_PROMPT = 32
@@ -75,14 +79,15 @@ class Arguments:
     """Arguments of `dejax bench`."""
 
     suite: Positional[Annotated[str, ParsedBy(choice(SUITES), "|".join(SUITES))]]
-    """What to measure: links, decoding, passes of drafting and of verification, cache sizes,
-    what a lossy verification costs, or a
-    step of distillation."""
+    """What to measure: links, decoding, systems of draft trees side by side, passes of drafting and
+    of verification, cache sizes, what a lossy verification costs, or a step of distillation."""
     model: Model = "tiny"
     """A Hugging Face or converted folder, tiny, or synthetic:CONFIG[:layers=N] (random weights of a
     true shape, for transfers and computation only)."""
     draft: DraftSpec | None = None
     """Draft experts: a folder from `dejax distill`, or untrained ones (init)."""
+    predictor: InputFile | None = None
+    """Suite trees: a trained predictor of experts, to compare too."""
     link: Annotated[str, ParsedBy(_link, "auto|real|disk|sim:GBPS[,LATENCY_US]")] = "auto"
     """What experts cross; auto is a simulated link on which loads take 3 times the computation."""
     prompts: InputFile | None = None
@@ -111,7 +116,11 @@ class Arguments:
                 f"--max-new-tokens {self.max_new_tokens}: expected {fewest} or more for bench "
                 f"{self.suite}, which would have nothing to measure"
             )
+        if self.predictor is not None and self.suite != "trees":
+            raise UsageError("--predictor is for the suite trees")
         synthetic = self.model.startswith(PREFIX)
+        if self.predictor is not None and synthetic:
+            raise UsageError("--predictor: a synthetic model has no trained predictor")
         for name in ("experts", "store"):
             if getattr(self, name) is not None and not synthetic:
                 raise UsageError(f"--{name} is for --model synthetic:CONFIG[:layers=N]")
@@ -145,32 +154,48 @@ def _caption(rows: list[Row]) -> str:
     links = {row.link for row in rows if row.link}
     parts = ["medians; spread: (largest - smallest) / median"]
     parts += [f"links: {', '.join(sorted(links))}"] if links else []
+    stored = {row.options["encoding"] for row in rows if "encoding" in row.options}
+    parts += [f"experts stored as {', '.join(sorted(stored))}"] if stored else []
+    held = [row for row in rows if "identical_to_ar" in row.options]
+    other = [row.name for row in held if not row.options["identical_to_ar"]]
+    parts += [f"not the tokens of AR: {', '.join(other)}"] if other else []
+    parts += ["all have the tokens of AR"] if held and not other else []
     return "; ".join(parts)
 
 
-def _config(args: Arguments) -> ModelConfig:
-    """The target's configuration, before any weight is read."""
-    if args.model.startswith(PREFIX):
-        return synthetic_config(args.model)
-    config = read_outline(args.model).config
-    if not config.moe_layers and args.suite != "verify":
+def _outline(args: Arguments) -> Outline:
+    """What is known of a target in a folder before it is loaded."""
+    outline = read_outline(args.model)
+    if args.link == "disk" and not outline.converted:
+        raise UsageError(
+            f"--link disk reads the store of a converted target, and {args.model} is none; run: "
+            f"dejax convert {args.model} --out DIR"
+        )
+    if not outline.config.moe_layers and args.suite != "verify":
         raise UsageError(f"{args.model} has no MoE layers; only bench verify takes a dense target")
-    return config
+    return outline
 
 
-def _target(args: Arguments) -> Target:
-    _config(args)
+def _loaded(args: Arguments) -> tuple[Target, Draft | None]:
+    """The target and its draft experts, which are read first: a target takes longer."""
+    bound: Outline | Target
     if args.model.startswith(PREFIX):
         encoding = OPTIONS[args.experts or "bf16"]
-        return synthetic_target(args.model, experts=encoding, out=args.store)
-    return load_shown(args.model)
+        bound = synthetic_target(args.model, experts=encoding, out=args.store)
+    else:
+        bound = _outline(args)
+    draft = None if args.draft is None else resolve_draft(args.draft, bound)
+    return bound if isinstance(bound, Target) else load_shown(args.model), draft
 
 
 def _with_link(
-    args: Arguments, target: Target, loads: float = LOAD_TO_COMPUTE, cache: float = 0.0
+    args: Arguments,
+    target: Target,
+    draft: Draft | None,
+    loads: float = LOAD_TO_COMPUTE,
+    cache: float = 0.0,
 ) -> Suite:
-    """Draft experts, prompts and link for a target; `loads`, `cache` are for `--link auto`."""
-    draft = None if args.draft is None else resolve_draft(args.draft, target)
+    """Prompts and link for a target; `loads`, `cache` are for `--link auto`."""
     if target.tokenizer is None:
         ids = prompts_of_random_tokens(target.config, args.count, RANDOM_PROMPT)
         prompts = [(str(index), tokens, "") for index, tokens in enumerate(ids)]
@@ -197,18 +222,18 @@ def _with_link(
 
 
 def _bench_link(args: Arguments) -> Found:
-    target = _target(args)
+    target, draft = _loaded(args)
     store = expert_store(target, Offload())
     with progress("link", count_cases(store) * args.repeats, "figures") as bar:
         rows = bench_link(store, target.name, repeats=args.repeats, bar=bar)
     bad: list[str] = []
     for loads in LOADS if args.link == "auto" else ():
-        suite = _with_link(args, target, loads)
+        suite = _with_link(args, target, draft, loads)
         runs = over_links(loads, drafts=suite.draft is not None)
         more, _, wrong = _decode(args, suite, runs)
         rows, bad = rows + more, bad + wrong
     if args.link == "auto":
-        suite = _with_link(args, target, cache=0.5)
+        suite = _with_link(args, target, draft, cache=0.5)
         more, _, wrong = _decode(args, suite, half_cached(drafts=suite.draft is not None))
         rows, bad = rows + more, bad + wrong
     return rows, {"expert_bytes": store.bytes_per_expert}, bad
@@ -221,17 +246,21 @@ def _decode(args: Arguments, suite: Suite, runs: list[Run]) -> Found:
     limits = measure_limits(suite.target, store, suite.prompts[0][1])
     if args.temperature:
         runs = runs + seeded(runs, args.temperature)
-    rows, results = bench_decode(suite, runs, limits, repeats=args.repeats)
-    bad = [
+    rows, results = bench_decode(suite, runs, limits, store=store, repeats=args.repeats)
+    return rows, {"limits": dataclasses.asdict(limits)}, _wrong(results)
+
+
+def _wrong(results: Sequence[Result]) -> list[str]:
+    """The runs with a token that no near-tie explains."""
+    return [
         result.run.name
         for result in results
         if any(found["float64_verdict"] == "real" for found in result.row["divergences"])
     ]
-    return rows, {"limits": dataclasses.asdict(limits)}, bad
 
 
 def _bench_decode(args: Arguments) -> Found:
-    suite = _with_link(args, _target(args))
+    suite = _with_link(args, *_loaded(args))
     top_k = suite.target.config.moe.top_k
     runs = baselines(top_k) + (drafting() if suite.draft is not None else [])
     if args.model.startswith(PREFIX):  # what random weights accept says nothing
@@ -239,13 +268,40 @@ def _bench_decode(args: Arguments) -> Found:
     return _decode(args, suite, runs)
 
 
+def _check_drafts(args: Arguments) -> None:
+    """Refuses a suite that is about draft experts without any."""
+    if args.draft is None:
+        raise UsageError(f"bench {args.suite} verifies drafts of draft experts: give --draft")
+
+
+def _trained_predictor(args: Arguments) -> ExpertPredictor | None:
+    """What `--predictor` names, read before the target's weights are."""
+    if args.predictor is None:
+        return None
+    outline = _outline(args)
+    draft = None if args.draft is None else resolve_draft(args.draft, outline)
+    return load_predictor(args.predictor, outline, draft)
+
+
+def _bench_trees(args: Arguments) -> Found:
+    _check_drafts(args)
+    predictor = _trained_predictor(args)
+    suite = dataclasses.replace(_with_link(args, *_loaded(args)), predictor=predictor)
+    runs = in_all_places(trained=predictor is not None)
+    if args.temperature:
+        runs += seeded(runs, args.temperature)
+    store = expert_store(suite.target, Offload(link=suite.link))
+    rows, results = bench_trees(suite, runs, store=store, repeats=args.repeats)
+    return rows, {}, _wrong(results)
+
+
 def _bench_cache(args: Arguments) -> Found:
-    suite = _with_link(args, _target(args))
+    suite = _with_link(args, *_loaded(args))
     return _decode(args, suite, cache_sizes(drafts=suite.draft is not None))
 
 
 def _bench_verify(args: Arguments) -> Found:
-    suite = _with_link(args, _target(args))
+    suite = _with_link(args, *_loaded(args))
     store = expert_store(suite.target, Offload(link=suite.link))
     settings = 2 if suite.target.config.moe_layers else 1
     with progress("verify", settings * len(suite.prompts), "prompts") as bar:
@@ -253,7 +309,7 @@ def _bench_verify(args: Arguments) -> Found:
 
 
 def _bench_draft(args: Arguments) -> Found:
-    suite = _with_link(args, _target(args))
+    suite = _with_link(args, *_loaded(args))
     store = expert_store(suite.target, Offload(link=suite.link))
     with progress("draft", 2 * len(suite.prompts), "prompts") as bar:
         rows = bench_draft(suite, store, bar=bar)
@@ -264,9 +320,8 @@ def _bench_draft(args: Arguments) -> Found:
 
 
 def _bench_budget(args: Arguments) -> Found:
-    if args.draft is None:
-        raise UsageError("bench budget verifies drafts of draft experts: give --draft")
-    suite = _with_link(args, _target(args))
+    _check_drafts(args)
+    suite = _with_link(args, *_loaded(args))
     store = expert_store(suite.target, Offload(link=suite.link))
     say("NOT lossless: under a budget, tokens are not those of autoregressive decoding")
     with progress("budget", count_steps(suite, args.repeats), "runs") as bar:
@@ -274,7 +329,8 @@ def _bench_budget(args: Arguments) -> Found:
 
 
 def _bench_train(args: Arguments) -> Found:
-    model = _config(args)
+    synthetic = args.model.startswith(PREFIX)
+    model = synthetic_config(args.model) if synthetic else _outline(args).config
     length = min(256, model.context)
     config = DistillConfig(
         draft=DraftConfig(width=model.moe.expert_width), seq_len=length, batch_size=4
@@ -305,6 +361,7 @@ def _bench_train(args: Arguments) -> Found:
 _SUITES: dict[str, Callable[[Arguments], Found]] = {
     "link": _bench_link,
     "decode": _bench_decode,
+    "trees": _bench_trees,
     "draft": _bench_draft,
     "verify": _bench_verify,
     "cache": _bench_cache,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
-from infer.arguments import choice, did_you_mean, integer, number
+from infer.arguments import choice, did_you_mean, integer, not_empty, number
 from infer.output import to_plain
 from train.config_types import group_of, short, wrong_types
 
@@ -185,7 +185,9 @@ def _value(text: str, hint: Any) -> Any:
     if (group := group_of(hint)) is not None:
         names = ", ".join(field.name for field in dataclasses.fields(group))
         raise UsageError(f"is a group; set one of its keys: {names}")
-    parsers = {bool: _boolean, int: _integer, float: number, str: str, Path: Path}
+    parsers = {bool: _boolean, int: _integer, float: number, str: str}
+    if hint is Path:
+        return Path(not_empty(text))
     if hint not in parsers:
         raise UsageError(f"a {hint} cannot be given as text; edit the config file")
     return parsers[hint](text)

@@ -1,8 +1,8 @@
-"""The main job from end to end: `dejax demo [--target DIR] [--full] [--out DIR] [--json FILE]`.
+"""The main job from end to end: `dejax demo [--target DIR] [--draft D] [--full] [--out DIR]`.
 
-Trains draft experts for the target, decodes real prompts in every mode with the routed experts
-offloaded, checks that every mode emitted the autoregressive tokens, prints the tables of
-DraftExpert (arXiv 2607.24434) as measured here, and saves them with plots under --out.
+Trains draft experts for the target, or takes ready ones, decodes real prompts in every mode with
+the routed experts offloaded, checks that every mode emitted the autoregressive tokens, prints the
+tables of DraftExpert (arXiv 2607.24434) as measured here, and saves them with plots under --out.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import dejax
-from dejax.ckpt.draft_state import check_draft_folder, save_draft
+from dejax.ckpt.draft_state import check_draft_folder, resolve_draft, save_draft
 from dejax.errors import FailedError, UsageError
 from dejax.sharding import make_mesh
-from dejax.target import Target, load_target, model_folder
+from dejax.target import Target, load_target, model_folder, read_outline
 from dejax.target import load_config as load_model_config
-from infer.arguments import Model, OutputFile, OutputFolder, parse
+from infer.arguments import DraftSpec, Model, OutputFile, OutputFolder, parse
 from infer.console import say
 from infer.html_page import write_page
 from infer.output import check_output_folder, make_folder, report, write_json
@@ -43,6 +43,8 @@ class Arguments:
 
     target: Model = "tiny"
     """A Hugging Face folder, a converted folder, or tiny."""
+    draft: DraftSpec | None = None
+    """Ready draft experts of the target, which are measured and not trained: a folder, or init."""
     full: bool = False
     """Decode 20 prompts rather than 6, sample in every run too, train every arm of the losses."""
     out: OutputFolder = Path("dejax-demo")
@@ -50,29 +52,24 @@ class Arguments:
     json: OutputFile | None = None
     """Write the results here too as JSON; - is standard output."""
 
+    def __post_init__(self):
+        if self.full and self.draft is not None:
+            raise UsageError("--full trains every arm of the losses: give it no --draft")
+
 
 def train_arms(
     target: Target, config: DistillConfig, *, out: Path
 ) -> tuple[Any, list[dict[str, Any]], dict[str, Any], list[Metrics]]:
     """Distills, and evaluates each arm on held-out text: draft, arms, what was done, loss log."""
-    data = open_rows(config, target)
-    if not data.held_out:
-        raise UsageError(f"{config.data}: too little text to hold some out; give more documents")
-    teacher = as_teacher(target, make_mesh())
+    data, teacher = _text_and_teacher(target, config)
     say("fitting draft experts in closed form")
     began = time.perf_counter()
     fitted = initial_draft(teacher, data.batch_at, config)
     fit_seconds = time.perf_counter() - began
     draft, log = distill(teacher, data.batch_at, config, initial=fitted)
     train_seconds = time.perf_counter() - began - fit_seconds
-    constant = mean_missing(teacher, [data.batch_at(step) for step in range(4)], r=1)
-    arms: dict[str, Any] = {
-        "top-1": None,
-        "top-1 + mean residual": constant,
-        "closed form": fitted,
-    }
-    arms["all losses"] = draft.stacked_params()
-    rows = [_arm(name, teacher, params, data.held_out) for name, params in arms.items()]
+    arms = {"closed form": fitted, "all losses": draft.stacked_params()}
+    rows = _arms(teacher, data, arms)
     save_draft(out / "draft", draft, target.config)
     done = {
         "config": to_json(config),
@@ -82,6 +79,27 @@ def train_arms(
         "tokens": config.loop.steps * config.batch_size * config.seq_len,
     }
     return draft, rows, done, log
+
+
+def measure_ready(target: Target, config: DistillConfig, draft: Any) -> list[dict[str, Any]]:
+    """Evaluates ready draft experts on the text that `train_arms` holds out."""
+    data, teacher = _text_and_teacher(target, config)
+    say("measuring the draft experts on held-out text")
+    return _arms(teacher, data, {"given": draft.stacked_params()})
+
+
+def _text_and_teacher(target: Target, config: DistillConfig) -> tuple[Any, Teacher]:
+    data = open_rows(config, target)
+    if not data.held_out:
+        raise UsageError(f"{config.data}: too little text to hold some out; give more documents")
+    return data, as_teacher(target, make_mesh())
+
+
+def _arms(teacher: Teacher, data: Any, arms: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each arm on held-out text, after what there is without draft experts."""
+    constant = mean_missing(teacher, [data.batch_at(step) for step in range(4)], r=1)
+    every = {"top-1": None, "top-1 + mean residual": constant} | arms
+    return [_arm(name, teacher, params, data.held_out) for name, params in every.items()]
 
 
 def _arm(name: str, teacher: Teacher, params: Any, held_out: Any) -> dict[str, Any]:
@@ -108,9 +126,10 @@ def decode_prompts(
 
 
 def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Path]:
-    """The demo's plots, under `out`."""
+    """The demo's plots, under `out`; of ready draft experts there is no log of losses."""
     rows = [result.row for result in results]
-    paths = [out / f"{name}.png" for name in ("speed", "acceptance", "unique_experts", "losses")]
+    names = ("speed", "acceptance", "unique_experts", *(("losses",) if log else ()))
+    paths = [out / f"{name}.png" for name in names]
     plot_modes(rows, paths[0], link=rows[0]["options"]["link"])
     plot_acceptance(rows, paths[1])
     curves = {
@@ -119,7 +138,8 @@ def save_plots(results: list[Result], log: list[Metrics], out: Path) -> list[Pat
         if r.run.is_reference
     }
     plot_unique(curves, paths[2])
-    plot_losses(log, paths[3])
+    if log:
+        plot_losses(log, paths[3])
     return paths
 
 
@@ -130,8 +150,8 @@ def _ablation(target: Target, args: Arguments) -> dict[str, Any]:
 
 
 OUTLINE = (
-    "five stages: fit and train draft experts, measure them on held-out text, decode {prompts} "
-    "prompts in every mode, compare with autoregressive decoding, write tables and plots to {out}"
+    "measure draft experts on held-out text, decode {prompts} prompts in every mode, compare with "
+    "autoregressive decoding, write tables and plots to {out}"
 )
 TINY_TAKES = {
     False: "; five to six minutes on two cores",
@@ -149,17 +169,25 @@ def main(argv: list[str]) -> int:
     use_cpu_devices(config.cpu_devices)
     count, tokens = (20, 64) if args.full else (6, 48)
     check_output_folder(args.out)
-    check_draft_folder(args.out / "draft")
+    if args.draft is None:
+        check_draft_folder(args.out / "draft")
     # Before an outline of what cannot be done.
     if not load_model_config(model_folder(args.target)).moe_layers:
         raise UsageError(f"{args.target} has no MoE layers; the demo needs a mixture of experts")
-    takes = TINY_TAKES[args.full] if args.target == "tiny" else ""
-    say(OUTLINE.format(prompts=count, out=args.out) + takes)
+    ready = None if args.draft is None else resolve_draft(args.draft, read_outline(args.target))
+    takes = TINY_TAKES[args.full] if args.target == "tiny" and ready is None else ""
+    stages = "four stages: " if ready is not None else "five stages: fit and train draft experts, "
+    say(stages + OUTLINE.format(prompts=count, out=args.out) + takes)
     target = load_target(args.target)
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; the demo needs one for its prompts")
     make_folder(args.out)
-    draft, arms, done, log = train_arms(target, config, out=args.out)
+    draft: Any
+    if ready is None:
+        draft, arms, done, log = train_arms(target, config, out=args.out)
+    else:
+        draft, done, log = ready, {"draft": args.draft}, []
+        arms = measure_ready(target, config, draft)
     results, resident = decode_prompts(target, draft, count=count, tokens=tokens, full=args.full)
     ablation = _ablation(target, args) if args.full else None
     rows = [result.row for result in results]

@@ -25,7 +25,15 @@ from dejax.model import Params
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
 from dejax.target import Target, load_tokenizer, model_folder, read_outline
 from dejax.target import load_config as load_model_config
-from infer.arguments import OutputFile, OutputFolder, Positional, PositiveInt, Settings, parse
+from infer.arguments import (
+    Config,
+    OutputFile,
+    OutputFolder,
+    Positional,
+    PositiveInt,
+    Settings,
+    parse,
+)
 from infer.console import print_table
 from infer.output import check_output_folder, check_room, make_folder, report
 from infer.prompts import Speaker
@@ -231,7 +239,7 @@ def open_rows(config: DistillConfig, target: Speaker) -> Data:
 class Arguments:
     """Arguments of `dejax distill`."""
 
-    config: Positional[str]
+    config: Positional[Config]
     """A config file, or the name of one that comes with dejax, such as distill_tiny."""
     set: Settings = ()
     """Settings to change, such as target=DIR, data=FILE.jsonl or loop.steps=300."""

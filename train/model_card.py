@@ -22,7 +22,7 @@ import dejax
 from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.target import Target, load_target, model_folder
-from infer.arguments import Positional, PositiveInt, parse
+from infer.arguments import Model, Positional, PositiveInt, parse
 from infer.console import say
 from infer.generate import generate
 from infer.generation import Generation
@@ -49,7 +49,7 @@ TEMPERATURE, SEED = 0.8, 0
 class Arguments:
     """Arguments of `python -m train.model_card`."""
 
-    model: Positional[str]
+    model: Positional[Model]
     """A Hugging Face folder with a tokenizer, or tiny."""
     data: Path
     """Folder of tokenizer, tokens and trigram.json that the model was trained on."""

@@ -47,6 +47,11 @@ ABOUT = {
     "decode": "Decoding: what others do, and DraftExpert step by step.",
     "cache": "Decoding by the share of experts that the device holds.",
     "draft": "Drafting: one pass, and decoding by the longest draft.",
+    "trees": "Systems side by side: DraftExpert's chains, trees by confidence, EcoSpec, and "
+    "EcoSpec told the true routes (an oracle: **not a real system**), offloaded, half cached and "
+    "resident. *MB read*: experts read from the device's memory; *bytes/tree of its size*: bytes "
+    "moved a token (read, where all is resident) over those of confidence trees of the same mean "
+    "size.",
     "verify": "Verification: one pass of the target by its rows.",
     "budget": "Verification under a budget (mode moe-spec). **Not lossless.**",
     "train": "A step of distillation beside the frozen target's forward pass.",
@@ -82,10 +87,11 @@ def read_result(file: Path) -> dict[str, Any]:
 
 def rows_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows, in the columns in which any of them has a number."""
-    kept = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    kept = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     cells = []
     for row in rows:
-        values = [row[name] if row[name] is None else COLUMNS[name][1](row[name]) for name in kept]
+        found = ((name, row.get(name)) for name in kept)
+        values = [None if value is None else COLUMNS[name][1](value) for name, value in found]
         texts = [format_number(v) if isinstance(v, float) else v or "-" for v in values]
         wrong = row["options"].get("identical_to_ar") is False
         cells.append([row["name"] + (" (**tokens differ**)" if wrong else ""), *texts])

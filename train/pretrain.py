@@ -27,7 +27,15 @@ from dejax.paths import kind_of
 from dejax.pytree import pytree
 from dejax.sharding import add_shards, make_mesh, per_shard, place_rows, replicated
 from dejax.target import load_target
-from infer.arguments import InputFolder, OutputFile, OutputFolder, Positional, Settings, parse
+from infer.arguments import (
+    Config,
+    InputFolder,
+    OutputFile,
+    OutputFolder,
+    Positional,
+    Settings,
+    parse,
+)
 from infer.console import print_table
 from infer.output import make_folder, report
 from train.checkpoints import check_resume
@@ -222,7 +230,7 @@ def bits_per_byte(
 class Arguments:
     """Arguments of `dejax pretrain`."""
 
-    config: Positional[str]
+    config: Positional[Config]
     """A config file, or the name of one that comes with dejax, such as pretrain_tiny."""
     data: InputFolder
     """Folder of tokenizer and tokens, written by `python -m train.data`."""

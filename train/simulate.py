@@ -69,23 +69,33 @@ def _drafted_tokens(
     return most_likely(head_of(outer), outer.norm(drafted))
 
 
-def _rows(text: GreedyText, mesh: Any) -> tuple[Batch, int]:
-    """The sequences as a batch, with empty rows up to what the mesh divides; its number of rows."""
-    count = -(-len(text.tokens) // row_shards(mesh)) * row_shards(mesh)
-    places = np.arange(text.tokens.shape[1])
-    inside = (places < text.lengths[:, None]).astype(np.int32)
+def sequence_rows(
+    tokens: Int[np.ndarray, "P T"], lengths: Int[np.ndarray, " P"], mesh: Any
+) -> tuple[Batch, int]:
+    """Sequences as a batch, with empty rows up to what the mesh divides; its number of rows."""
+    count = -(-len(tokens) // row_shards(mesh)) * row_shards(mesh)
+    places = np.arange(tokens.shape[1])
+    inside = (places < lengths[:, None]).astype(np.int32)
     batch = {
-        "tokens": text.tokens,
+        "tokens": tokens,
         "positions": inside * places.astype(np.int32),
         "segment_ids": inside,
         "mask": inside.astype(np.float32),
-        "last": (text.lengths[:, None] - 1).astype(np.int32),
+        "last": (lengths[:, None] - 1).astype(np.int32),
     }
-    missing = count - len(text.tokens)
+    missing = count - len(tokens)
     return {key: np.pad(a, ((0, missing), (0, 0))) for key, a in batch.items()}, count
 
 
-def _placed(batch: Batch, count: int, mesh: Any) -> Batch:
+def in_blocks(batch: Batch, offset: int, length: int) -> Batch:
+    """The rows with drafts of `length` tokens that begin at `offset`, and after each other."""
+    places = np.arange(batch["tokens"].shape[1])
+    blocks = np.broadcast_to((places - offset) // length, batch["tokens"].shape)
+    return batch | {"blocks": blocks.astype(np.int32)}
+
+
+def placed_rows(batch: Batch, count: int, mesh: Any) -> Batch:
+    """A batch of `count` rows, on the mesh."""
     mine = own_rows(mesh, count)
     return place_rows({key: a[mine.start : mine.stop] for key, a in batch.items()}, mesh, count)
 
@@ -108,10 +118,9 @@ def write_greedily(
         tokens[row, : len(prompt)] = prompt
     lengths, done = starts.copy(), np.zeros(len(prompts), bool)
     while not done.all():
-        text = GreedyText(tokens, starts, lengths, max_new_tokens)
-        batch, count = _rows(text, teacher.mesh)
+        batch, count = sequence_rows(tokens, lengths, teacher.mesh)
         with jax.set_mesh(teacher.mesh):
-            placed = _placed(batch, count, teacher.mesh)
+            placed = placed_rows(batch, count, teacher.mesh)
             picked = _next_tokens(teacher.definition, teacher.params, placed, dtype=teacher.dtype)
         for row, token in enumerate(on_host(picked)[: len(prompts), 0]):
             if done[row]:
@@ -137,13 +146,12 @@ def simulate(
     Args:
       draft: stacked draft parameters; None is the draft path without draft experts.
     """
-    batch, count = _rows(text, teacher.mesh)
-    places = np.arange(text.tokens.shape[1])
+    batch, count = sequence_rows(text.tokens, text.lengths, teacher.mesh)
     passes = []
     for offset in range(draft_length):
-        blocks = np.broadcast_to((places - offset) // draft_length, batch["tokens"].shape)
+        blocks = in_blocks(batch, offset, draft_length)
         with jax.set_mesh(teacher.mesh):
-            placed = _placed(batch | {"blocks": blocks.astype(np.int32)}, count, teacher.mesh)
+            placed = placed_rows(blocks, count, teacher.mesh)
             picked = _drafted_tokens(
                 teacher.definition, teacher.params, draft, placed, r=r, dtype=teacher.dtype
             )

@@ -35,6 +35,7 @@ from infer.arguments import (
     ParsedBy,
     Positional,
     PositiveInt,
+    not_empty,
     parse,
 )
 from infer.console import print_table, progress, say
@@ -61,7 +62,7 @@ from train.upcycle_target import (
 )
 from train.upcycle_text import LONGEST_WINDOW, calibration_windows, held_out_windows
 
-Source = Annotated[str, ParsedBy(str, "DENSE")]
+Source = Annotated[str, ParsedBy(not_empty, "DENSE")]
 
 
 @dataclass(frozen=True)

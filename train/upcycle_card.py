@@ -2,7 +2,9 @@
 
     python -m train.upcycle_card --runs RUN.json... --answers ANSWERS.json --out docs/smol-moe.md
 
-RUN.json is what `dejax upcycle --json` wrote, ANSWERS.json what `train.upcycle_answers` wrote.
+RUN.json is what `dejax upcycle --json` wrote, or `train.upcycle_quality` of a healed MoE,
+ANSWERS.json what `train.upcycle_answers` wrote. `--arms` and `--kinds` are of draft experts for it:
+results of `train.arms` and `infer.bench_kinds`.
 """
 
 import json
@@ -21,17 +23,20 @@ from infer.arguments import InputFile, OutputFile, parse
 from infer.console import say
 from infer.output import write_whole
 from infer.units import format_bytes, format_number
+from train.upcycle_quality import read_run
 
 Run = dict[str, Any]
 
 HEAD = """# {name} as a mixture of experts
 
 Made by `dejax upcycle` from a dense model, without gradient descent: neurons of the feed-forward
-dealt out to shared and routed experts, routers and down projections fitted in closed form. A
+dealt out to shared and routed experts, routers and down projections fitted in closed form; where
+it says *healed*, trained for a while after that to have the dense model's next-token laws. A
 degraded copy of the dense model, for trying out what concerns routed experts on a model that
-speaks; not a model to prefer to it. The checkpoint is not kept with the project, the command is:
+speaks; not a model to prefer to it. The checkpoint is not kept with the project, the commands are:
 
     dejax upcycle {name} --out DIR --shared S --experts E --top-k K
+    dejax distill heal_smol --set target=DIR dense={name}
 
 Every number and answer below was written by programs; none was edited. *Agreement*: the share of
 tokens whose most likely successor is the dense model's. *KL*: of its law from the dense model's,
@@ -48,6 +53,31 @@ drew its experts anew with the same loads.
 DRAFTS = """\
 Tokens on which shared experts and the first routed ones alone have the full model's most likely
 successor:
+"""
+
+HEALING = """\
+Trained parts of the MoE, on other text than all tables are measured on; a token may come several
+times. *Tokens*: of all steps. [How](upcycling.md#healing).
+"""
+
+ARMS = """\
+DraftExpert's ablation (arXiv 2607.24434, Table 5) on {target}: {steps} steps an arm{settings}.
+*Agree*, *router*, *prefetch*: teacher-forced on held-out text, in percent (agreement with the full
+MoE, of the draft router's experts with the target's, and recall of what a verification needs). The
+rest: the decode loop, drafts of a fixed length; *accepted* is the share of drafted tokens, *a1* to
+*a4* by position, given that those before were accepted. (`python -m train.arms`)
+"""
+
+KINDS = """\
+Decoding {model} with the draft experts of the last arm, drafts of {draft_length}, at most
+{max_new_tokens} new tokens, by kind of prompt (`python -m infer.bench_kinds`). *= AR*: all prompts
+of the run had the tokens of autoregressive decoding. *MB*: bytes of experts moved, a token.
+"""
+
+SHARED_HALF = """\
+The shared experts carry much of an upcycled model, so that drafts which leave out routed experts
+look better than on a model that was trained as a mixture: DeepSeek-V2-Lite's shared + top-1 alone
+agrees with it on 45 to 48 % of tokens, this one's on the share in the table above.
 """
 
 FITS = """\
@@ -68,6 +98,10 @@ class Arguments:
     """Answers of `python -m train.upcycle_answers`."""
     note: str | None = None
     """What a reader must know that the measurements do not say, such as which one to take."""
+    arms: InputFile | None = None
+    """Result of `python -m train.arms --json` on one of the MoEs."""
+    kinds: InputFile | None = None
+    """Result of `python -m infer.bench_kinds --json` with its draft experts."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -88,7 +122,14 @@ def name_of(run: Run) -> str:
     parts = [f"{layout['shared']}/{layout['experts']}/{layout['top_k']}"]
     parts += [] if options["--correct"] else ["uncorrected"]
     parts += [f"seed {options['--seed']}"] if options["--seed"] else []
+    parts += [f"healed {healed_tokens(run) / 1e3:.0f} k"] if "healing" in run else []
     return ", ".join(parts)
+
+
+def healed_tokens(run: Run) -> int:
+    """Tokens of all steps of a healing."""
+    config = run["healing"]["config"]
+    return config["loop"]["steps"] * config["batch_size"] * config["seq_len"]
 
 
 def quality_table(runs: Sequence[Run]) -> str:
@@ -163,6 +204,63 @@ def draft_table(runs: Sequence[Run]) -> str:
     return table(columns, rows)
 
 
+def healing_table(runs: Sequence[Run]) -> str:
+    """What was trained of healed MoEs, and how."""
+    columns = ["S/E/k", "trained", "parameters", "steps", "tokens", "learning rate", "balance"]
+    rows = []
+    for run in runs:
+        record, config = run["healing"], run["healing"]["config"]
+        trained = f"{record['trained_params'] / 1e6:.1f} M"
+        rate = f"{config['optimizer']['learning_rate']:g}"
+        cells = [", ".join(config["trained"]), trained, config["loop"]["steps"], healed_tokens(run)]
+        rows.append([name_of(run), *cells, rate, f"{config['balance_weight']:g}"])
+    return table(columns, rows)
+
+
+ARM_COLUMNS = {
+    "kl": ("KL", 1),
+    "agreement": ("agree", 100),
+    "router_agreement": ("router", 100),
+    "prefetch_recall": ("prefetch", 100),
+    "acceptance_rate": ("accepted", 100),
+    **{f"alpha_{i}": (f"a{i}", 100) for i in range(1, 5)},
+    "tokens_per_round": ("tokens a round", 1),
+}
+"""Figures of an arm -> heading, and what they are multiplied by."""
+
+
+def arms_table(found: dict[str, Any]) -> str:
+    """The arms of the losses, means over seeds."""
+    rows = []
+    for arm in found["arms"]:
+        cells = [
+            None if arm["mean"].get(name) is None else float(arm["mean"][name] * scale)
+            for name, (_, scale) in ARM_COLUMNS.items()
+        ]
+        rows.append([arm["arm"], arm["seeds"], *cells])
+    return table(["arm", "seeds", *(heading for heading, _ in ARM_COLUMNS.values())], rows)
+
+
+def arms_text(found: dict[str, Any]) -> str:
+    """The ablation, with what was done."""
+    settings = ", ".join(f"`{setting}`" for setting in found.get("settings", ()))
+    told = f", with {settings}" if settings else ""
+    about = ARMS.format(target=found["target"], steps=found["steps"], settings=told)
+    return f"{about}\n{arms_table(found)}"
+
+
+def acceptance_table(found: dict[str, Any]) -> str:
+    """Acceptance by kind of prompt, of runs with drafts."""
+    rows = []
+    for row in found["rows"]:
+        if row["acceptance_rate"] is None:
+            continue
+        cells = [row["kind"], row["prompts"], f"{row['acceptance_rate']:.1%}"]
+        cells += [row["tokens_per_round"], row["bytes_per_token"] / 1e6]
+        rows.append([row["run"], *cells, "yes" if row["identical_to_ar"] else "no"])
+    return table(["run", "kind", "prompts", "accepted", "tokens a round", "MB", "= AR"], rows)
+
+
 def fit_table(runs: Sequence[Run]) -> str:
     """What the closed forms came to, and what they took."""
     columns = ["S/E/k", "beta", "ridge", "gap before", "after", "seconds", "of them fit", "memory"]
@@ -192,13 +290,27 @@ def _block(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.split("\n")) + "\n"
 
 
-def render(runs: Sequence[Run], answers: Sequence[dict[str, Any]], note: str | None) -> str:
+def render(
+    runs: Sequence[Run],
+    answers: Sequence[dict[str, Any]],
+    note: str | None,
+    arms: dict[str, Any] | None,
+    kinds: dict[str, Any] | None,
+) -> str:
     """The card as Markdown."""
+    healed = [run for run in runs if "healing" in run]
+    fitted = [run for run in runs if "healing" not in run]
     parts = [HEAD.format(name=runs[0]["dense"])]
     parts += [note + "\n"] if note else []
     parts += ["## Beside the dense model\n", quality_table(runs), kinds_table(runs)]
     parts += ["## Routing\n", ROUTING, routing_table(runs), DRAFTS, draft_table(runs)]
-    parts += ["## Fits\n", FITS, fit_table(runs)]
+    if arms or kinds:
+        parts += ["## Draft experts\n", SHARED_HALF]
+    parts += [arms_text(arms)] if arms else []
+    if kinds:
+        parts += [KINDS.format(model=kinds["model"], **kinds["options"]), acceptance_table(kinds)]
+    parts += ["## Fits\n", FITS, fit_table(fitted)] if fitted else []
+    parts += ["## Healing\n", HEALING, healing_table(healed)] if healed else []
     if answers:
         parts += ["## Answers\n", "Greedy, with the chat template; cut at the limit of tokens.\n"]
         parts += [answers_text(answers)]
@@ -219,15 +331,14 @@ def main(argv: list[str]) -> int:
     """Runs `python -m train.upcycle_card`."""
     about = "Write the card of an upcycled model from measurements."
     args = parse(Arguments, argv, prog="python -m train.upcycle_card", description=about)
-    what = "a result of `dejax upcycle --json`"
-    runs = [_read(file, dict, what) for file in args.runs]
+    runs = [read_run(file) for file in args.runs]
     if not runs:
-        raise UsageError(f"--runs is empty; expected {what}")
-    for file, run in zip(args.runs, runs, strict=True):
-        if "quality" not in run or "layout" not in run:
-            raise UsageError(f"{file}: not {what}")
+        raise UsageError("--runs is empty; expected results of `dejax upcycle --json`")
     found = _read(args.answers, list, "answers") if args.answers else []
-    write_whole(args.out, render(runs, found, args.note).encode())
+    arms = _read(args.arms, dict, "a result of `python -m train.arms`") if args.arms else None
+    what = "a result of `python -m infer.bench_kinds`"
+    kinds = _read(args.kinds, dict, what) if args.kinds else None
+    write_whole(args.out, render(runs, found, args.note, arms, kinds).encode())
     say(f"card: {args.out}")
     return 0
 

@@ -3,12 +3,16 @@
     adapter.safetensors     layers.{l}.draft_expert.{gate_proj,up_proj,down_proj}.weight and .gamma
     adapter_config.json     schema version, target (identity, family, dimensions), draft, training
     adapter.raw.safetensors where the adapter is an average over training: that of the last step
+    confidence.safetensors  where there is a confidence head: confidence_head.{hidden,embedding,law,
+                            biases,temperatures}
 
 One that `dejax export --format torch` wrote also holds what `transformers` needs (`BESIDE`). `l` is
 the decoder's own layer index. Projections have the layout of the target's checkpoint ([out, in]). A
-folder is written whole or not at all; nothing is unpickled.
+folder is written whole or not at all; nothing is unpickled. The head has a file of its own, so that
+what knows nothing of it reads the draft experts as ever.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +29,7 @@ from dejax.ckpt.gguf_draft import read_gguf_adapter
 from dejax.ckpt.tensor_files import bad_tensors, read_json
 from dejax.ckpt.whole_folder import whole_folder
 from dejax.config import DraftConfig, ModelConfig
+from dejax.draft.confidence import ConfidenceHead, head_shapes
 from dejax.draft.expert import Draft, DraftExpert, random_draft
 from dejax.errors import UsageError
 from dejax.paths import existing_folder, kind_of, shown
@@ -34,6 +39,8 @@ SCHEMAS = {"full": 1, "plain": 2}
 WEIGHTS_FILE = "adapter.safetensors"
 CONFIG_FILE = "adapter_config.json"
 RAW_FILE = "adapter.raw.safetensors"
+HEAD_FILE = "confidence.safetensors"
+HEAD_PREFIX = "confidence_head."
 BESIDE = ("config.json", "modeling_draft_experts.py")
 """What else may lie in an adapter folder of ours."""
 
@@ -77,6 +84,17 @@ def draft_tensors(draft: Draft) -> dict[str, np.ndarray]:
     return tensors
 
 
+def draft_identity(draft: Draft) -> str:
+    """What tells draft experts of one target from others: a hash of a part of every layer's."""
+    digest = hashlib.sha256(repr((draft.identity, draft_facts(draft.config))).encode())
+    for layer in sorted(draft.experts):
+        params = draft.layer_params(layer)
+        # Every row changes in training: the first ones tell as much as all.
+        for part in jax.device_get((params["weights"][:, 0], params["gamma"])):
+            digest.update(np.ascontiguousarray(part, np.float32).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def save_draft(
     folder: str | Path,
     draft: Draft,
@@ -99,16 +117,27 @@ def save_draft(
         "draft": draft_facts(draft.config),
         "training": dict(draft.training),
     }
+    files = {WEIGHTS_FILE: draft_tensors(draft)}
+    if draft.raw is not None:
+        files[RAW_FILE] = draft_tensors(replace(draft, experts=draft.raw))
+    if draft.head is not None:
+        files[HEAD_FILE] = head_tensors(draft.head)
     with whole_folder(folder) as partial:
-        for name, experts in ((WEIGHTS_FILE, draft.experts), (RAW_FILE, draft.raw)):
-            if experts is not None:
-                tensors = draft_tensors(replace(draft, experts=experts))
-                save_file(tensors, partial / name, metadata={"format": "pt"})
-                (partial / name).chmod(0o644)  # safetensors makes files for the owner alone
+        for name, tensors in files.items():
+            save_file(tensors, partial / name, metadata={"format": "pt"})
+            (partial / name).chmod(0o644)  # safetensors makes files for the owner alone
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, data in (beside or {}).items():
             (partial / name).write_bytes(data)
     return folder
+
+
+def head_tensors(head: ConfidenceHead) -> dict[str, np.ndarray]:
+    """The tensors of a confidence head, by name, in float32."""
+    return {
+        HEAD_PREFIX + name: np.ascontiguousarray(array, np.float32)
+        for name, array in head.arrays().items()
+    }
 
 
 def draft_facts(config: DraftConfig) -> dict[str, Any]:
@@ -166,7 +195,10 @@ def _is_replaceable(folder: Path) -> bool:
     found = {path.name for path in folder.iterdir()}
     if not found:
         return True
-    if not found <= {WEIGHTS_FILE, CONFIG_FILE, RAW_FILE, *BESIDE} or CONFIG_FILE not in found:
+    if (
+        not found <= {WEIGHTS_FILE, CONFIG_FILE, RAW_FILE, HEAD_FILE, *BESIDE}
+        or CONFIG_FILE not in found
+    ):
         return False
     config = read_json(folder / CONFIG_FILE)
     target = config.get("target")
@@ -180,7 +212,7 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
       UsageError: it is missing, malformed, of another schema or target, or any of its tensors is
         missing, unknown, misshapen or not finite (all are listed).
     """
-    place, raw = Path(path), None
+    place, raw, head = Path(path), None, None
     if place.suffix == ".gguf" and kind_of(place) != "folder":
         config, tensors = read_gguf_adapter(place)
         _check_config(place, config)
@@ -188,6 +220,8 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
         config = _read_config(place)
         tensors = _read_tensors(place, WEIGHTS_FILE)
         raw = _read_tensors(place, RAW_FILE) if kind_of(place / RAW_FILE) == "file" else None
+        if kind_of(place / HEAD_FILE) == "file":
+            head = _read_head(place, config["target"]["width"])
     bound, told = config["target"], config["draft"]
     if target is not None and bound["identity"] != target.identity:
         raise UsageError(
@@ -197,7 +231,7 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
     layers = bound["moe_layers"]
     for each in (tensors, raw):
         if each is not None:
-            _check_tensors(place, each, _expected_shapes(layers, told["width"], bound["width"]))
+            check_tensors(place, each, _expected_shapes(layers, told["width"], bound["width"]))
     draft = DraftConfig(told["width"], told["top_r"], told.get("gates", "full"))
     if target is not None:
         check_gates(draft, target.config)
@@ -213,6 +247,7 @@ def load_draft(path: str | Path, target: Bound | None = None) -> Draft:
         identity=bound["identity"],
         training=config["training"],
         raw=None if raw is None else draft_experts(raw, layers),
+        head=head,
     )
 
 
@@ -223,6 +258,18 @@ def _read_tensors(folder: Path, name: str) -> dict[str, np.ndarray]:
         raise UsageError(f"{folder}: no {name}; expected an adapter folder") from None
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder / name}: not a readable safetensors file ({error})") from None
+
+
+def _read_head(folder: Path, width: int) -> ConfidenceHead:
+    """The confidence head of an adapter folder, checked."""
+    place, tensors = folder / HEAD_FILE, _read_tensors(folder, HEAD_FILE)
+    biases = tensors.get(f"{HEAD_PREFIX}biases", np.zeros(0))
+    shapes = head_shapes(width, max(1, biases.shape[-1]))
+    check_tensors(place, tensors, {HEAD_PREFIX + name: shape for name, shape in shapes.items()})
+    arrays = {name: tensors[HEAD_PREFIX + name].astype(np.float32) for name in shapes}
+    if (arrays["temperatures"] <= 0).any():
+        raise UsageError(f"{place}: temperatures must be above 0")
+    return ConfidenceHead(**arrays)
 
 
 def draft_experts(tensors: Mapping[str, np.ndarray], layers: list[int]) -> dict[int, DraftExpert]:
@@ -246,7 +293,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{shown(folder)}: no {CONFIG_FILE}; expected an adapter folder{hint}")
     config = read_json(folder / CONFIG_FILE)
     schema, known = config.get("schema"), tuple(SCHEMAS.values())
-    if schema not in known:
+    if type(schema) is not int or schema not in known:  # to Python, true is 1
         read = " and ".join(map(str, known))
         raise UsageError(f"{folder / CONFIG_FILE}: schema {schema!r}; this version reads {read}")
     _check_config(folder / CONFIG_FILE, config)
@@ -281,9 +328,14 @@ def _expected_shapes(layers: list[int], f: int, d: int) -> dict[str, tuple[int, 
     return {name: shapes[part] for layer in layers for part, name in _names(layer).items()}
 
 
-def _check_tensors(
+def check_tensors(
     folder: Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Refuses tensors that are missing, unknown, misshapen, no floats, or not finite.
+
+    Raises:
+      UsageError: so, with all of them listed.
+    """
     problems = [f"{name}: unknown" for name in tensors.keys() - expected.keys()]
     for name, shape in expected.items():
         if name not in tensors:

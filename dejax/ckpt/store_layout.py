@@ -108,7 +108,8 @@ def parse_plan(text: bytes, file: pathlib.Path) -> tuple[Plan, dict[str, Any]]:
     try:
         fields = json.loads(text)
         form = (fields["schema"], fields["version"], fields["checksum"])
-        if form != (SCHEMA, VERSION, CHECKSUM):
+        # To Python, true is 1.
+        if form != (SCHEMA, VERSION, CHECKSUM) or isinstance(fields["version"], bool):
             raise ValueError(f"{form}, this dejax reads {(SCHEMA, VERSION, CHECKSUM)}")
         plan = Plan(
             layers=tuple(map(int, fields["layers"])),

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dejax.config import DraftConfig, ModelConfig
+from dejax.draft.confidence import ConfidenceHead
 from dejax.model import Params
 from dejax.nn.experts import expert_output
 
@@ -49,6 +50,7 @@ class Draft:
       identity: the identity of the target they were trained for.
       training: what is known of their training (JSON values).
       raw: where `experts` are an average over training, those of the last step; None otherwise.
+      head: what estimates whether their tokens are accepted, fitted to `experts`; None: nothing.
     """
 
     config: DraftConfig
@@ -56,6 +58,7 @@ class Draft:
     identity: str
     training: Mapping[str, Any]
     raw: Mapping[int, DraftExpert] | None = None
+    head: ConfidenceHead | None = None
 
     @property
     def plain(self) -> bool:

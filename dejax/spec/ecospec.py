@@ -31,8 +31,10 @@ from dejax.errors import UsageError
 from dejax.spec.expert_use import ExpertUse, Flat
 from dejax.spec.tree import Node, Paid, ancestor_mask
 
-Predictor = Literal["persistence", "table", "router"]
-PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
+Untrained = Literal["persistence", "table", "router"]
+Predictor = Untrained | Literal["trained"]
+PREDICTORS: tuple[Untrained, ...] = get_args(Untrained)
+"""Those that need no training of their own."""
 _TIE = 1e-12
 """Mean gains of a path are sums that were rounded; below this they are no better."""
 
@@ -45,8 +47,10 @@ class EcoConfig:
       expert_cost: what the experts of one token cost beside all that a round takes anyway. 0: the
         nodes of largest confidence; the larger, the fewer experts a token.
       predictor: where E(v) comes from. "router": the routes of the draft pass over v; of a node
-        without a pass, what its token used last, or its parent's. "table": what its token used
-        last. "persistence": what the last committed token used, for every v the same.
+        without a pass, what its token used last, or its parent's. "trained": the same, but of a
+        node without a pass what a trained predictor says (`dejax.draft.predictor`). "table": what
+        its token used last. "persistence": what the last committed token used, for every v the
+        same.
     """
 
     expert_cost: float = 0.3
@@ -56,8 +60,8 @@ class EcoConfig:
         cost = self.expert_cost
         if not (isinstance(cost, Real) and 0 <= cost < float("inf")):
             raise UsageError(f"expert_cost must be a finite number >= 0, got {cost!r}")
-        if self.predictor not in PREDICTORS:
-            names = ", ".join(map(repr, PREDICTORS))
+        if self.predictor not in (known := (*PREDICTORS, "trained")):
+            names = ", ".join(map(repr, known))
             raise UsageError(f"predictor must be one of {names}, got {self.predictor!r}")
 
 
@@ -210,9 +214,11 @@ class ExpertCost:
         other: Callable[[int], Flat] = lambda parent: root if last is None else last  # noqa: E731
         for node in nodes:
             known = None
-            if self.config.predictor == "router":
+            if self.config.predictor in ("router", "trained"):
                 other = found.__getitem__
                 known = None if node.routes is None else use.grid.flat(node.routes)
+            if known is None and self.config.predictor == "trained":
+                known = node.predicted
             if known is None and self.config.predictor != "persistence":
                 known = use.of_token(node.token)
             found.append(other(node.parent) if known is None else known)

@@ -60,6 +60,13 @@ class ExpertGrid:
             )
         return np.array(numbers, np.int32)
 
+    def pairs(self, numbers: Flat) -> frozenset[Pair]:
+        """The inverse of `flat`."""
+        return frozenset(
+            (self.layers[number // self.experts], number % self.experts)
+            for number in numbers.tolist()
+        )
+
 
 class ExpertUse:
     """What the verified rows of a decode used; kept from prompt to prompt."""

@@ -11,7 +11,7 @@ cumulative confidence, EAGLE-2 (arXiv 2406.16858); the static optimum, Sequoia (
 import math
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -84,6 +84,8 @@ class Node:
       confidence: the product of `own` over its path: never above its parent's.
       routes: experts that the draft pass over it predicts for its row of the verification; None if
         no pass was run over it.
+      predicted: experts that a trained predictor expects of it, as numbers (`ExpertGrid.flat`);
+        None without one.
     """
 
     token: int
@@ -92,6 +94,7 @@ class Node:
     own: float
     confidence: float
     routes: frozenset[Pair] | None = None
+    predicted: Int[np.ndarray, " _"] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,18 @@ from safetensors.numpy import load_file, save_file
 
 import dejax
 from dejax.ckpt import draft_state
-from dejax.ckpt.draft_state import CONFIG_FILE, WEIGHTS_FILE, load_draft, resolve_draft, save_draft
+from dejax.ckpt.draft_state import (
+    CONFIG_FILE,
+    HEAD_FILE,
+    WEIGHTS_FILE,
+    load_draft,
+    resolve_draft,
+    save_draft,
+)
 from dejax.config import DraftConfig
 from dejax.draft.expert import random_draft
 from dejax.errors import FailedError, UsageError
+from tests.infer.head_cases import random_head
 from tests.infer.random_target import SHAPES
 
 CONFIG = SHAPES["groups"]
@@ -133,6 +141,7 @@ def test_short_floats_are_widened(folder, draft):
     [
         (lambda c: c.update(schema=3), "schema 3; this version reads 1 and 2"),
         (lambda c: c.pop("schema"), "schema None"),
+        (lambda c: c.update(schema=True), "schema True; this version reads 1 and 2"),
         (lambda c: c.pop("target"), "target.identity is None; expected str"),
         (lambda c: c["draft"].update(width="5"), "draft.width is '5'; expected int"),
         (lambda c: c["draft"].update(top_r=True), "draft.top_r is True; expected int"),
@@ -233,3 +242,52 @@ def test_an_adapter_of_another_kind_is_not_replaced(tmp_path, draft):
 def test_seeds_of_untrained_drafts_are_checked(spec):
     with pytest.raises(UsageError, match="is no seed"):
         resolve_draft(spec, TARGET)
+
+
+# The confidence head.
+
+
+@pytest.fixture
+def with_head(draft):
+    return replace(draft, head=random_head(CONFIG.width, positions=4))
+
+
+def test_a_head_survives_the_round_trip_beside_an_adapter_that_stays_as_it_was(
+    with_head, folder, tmp_path
+):
+    headed = save_draft(tmp_path / "headed", with_head, CONFIG)
+    again = load_draft(headed, TARGET)
+    for name, array in with_head.head.arrays().items():
+        np.testing.assert_array_equal(again.head.arrays()[name], array)
+    for name in (WEIGHTS_FILE, CONFIG_FILE):  # what older versions read
+        assert (headed / name).read_bytes() == (folder / name).read_bytes()
+    assert load_draft(folder).head is None and not (folder / HEAD_FILE).exists()
+    save_draft(headed, load_draft(folder), CONFIG)  # replaced, head and all
+    assert sorted(os.listdir(headed)) == [WEIGHTS_FILE, CONFIG_FILE]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("confidence_head.law"), "confidence_head.law: missing"),
+        (lambda t: t.pop("confidence_head.biases"), "confidence_head.biases: missing"),
+        (
+            lambda t: t.update({"confidence_head.hidden": np.zeros((2, 5), np.float32)}),
+            r"confidence_head.hidden: shape \[2, 5\], expected \[2, 32\]",
+        ),
+        (
+            lambda t: t.update({"confidence_head.temperatures": np.ones((2, 3), np.float32)}),
+            r"temperatures: shape \[2, 3\], expected \[2, 4\]",
+        ),
+        (lambda t: t["confidence_head.law"].fill(np.inf), "confidence_head.law: not finite"),
+        (lambda t: t["confidence_head.temperatures"].fill(0), "temperatures must be above 0"),
+        (lambda t: t.update({"extra": np.zeros(1, np.float32)}), "extra: unknown"),
+    ],
+)
+def test_a_bad_head_is_refused(with_head, tmp_path, edit, message):
+    place = save_draft(tmp_path / "headed", with_head, CONFIG)
+    tensors = load_file(place / HEAD_FILE)
+    edit(tensors)
+    save_file(tensors, place / HEAD_FILE)
+    with pytest.raises(UsageError, match=message):
+        load_draft(place)

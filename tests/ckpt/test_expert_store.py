@@ -309,6 +309,7 @@ def test_a_truncated_manifest_is_refused(folder, store, share):
     [
         ("schema", "something-else"),
         ("version", 2),
+        ("version", True),
         ("checksum", "sha256"),
         ("dtype", "int3"),
         ("layers", None),

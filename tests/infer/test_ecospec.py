@@ -189,6 +189,11 @@ def test_rejection_rules_are_refused(rule):
         ([*ECO, "--expert-cost", "-1"], "--expert-cost: '-1' is out of range"),
         ([*ECO, "--predictor", "x"], "--predictor: 'x' is not one of persistence, table, router"),
         ([*ECO, "--no-truncate", "--rule", "R1"], "rule R1 would lose the target's law: mode eco"),
+        (
+            [*ECO, "--rule", "R1"],
+            "law: mode ecospec chooses nodes by the experts that their sampled",
+        ),
+        (["--mode", "ecospec", "--rule", "R1"], "rule R1 would lose the target's law: mode eco"),
         ([*ECO, "--tree", "2x2", "--rule", "R2"], "rule R2 would lose the target's law: mode eco"),
         ([*ECO, "--tree", "2x2", "--rule", "R3"], "rule R3 would lose the target's law: mode eco"),
         ([*ECO, "--tree", "eagle:0"], "--tree: 'eagle:0': expected numbers from 1"),

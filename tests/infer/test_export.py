@@ -1,6 +1,7 @@
 """`dejax export`: adapters checked, rewritten, and refused in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dejax.errors import UsageError
 from dejax.target import load_target
 from infer.export import main
 from tests.families.random_folder import raw_config, write_folder
+from tests.infer.head_cases import random_head
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,29 @@ def test_an_exported_adapter_is_the_same_draft(model, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "layers  width  tensors  size" in shown.replace("   ", "  ")
     assert str(2 * 4) in shown
+
+
+def test_a_confidence_head_goes_along_or_stays_behind_with_a_line(model, tmp_path, capsys):
+    target = load_target(model)
+    draft = resolve_draft("init:5", target)
+    head = random_head(target.config.width)
+    draft = replace(draft, head=head, raw=resolve_draft("init:6", target).experts)
+    save_draft(tmp_path / "draft", draft, target.config)
+    argv = [str(model), "--draft", str(tmp_path / "draft"), "--out"]
+    for out, options in (("own", []), ("torch", ["--format", "torch"])):
+        assert main([*argv, str(tmp_path / out), *options]) == 0
+        found = load_draft(tmp_path / out, target)
+        np.testing.assert_array_equal(found.head.hidden, head.hidden)
+    assert "stays behind" not in capsys.readouterr().err
+    assert main([*argv, str(tmp_path / "raw"), "--weights", "raw"]) == 0
+    assert load_draft(tmp_path / "raw", target).head is None
+    told = capsys.readouterr().err
+    assert "confidence head stays behind (fitted to the average)" in told
+    file = str(tmp_path / "draft.gguf")
+    assert main([*argv, file, "--format", "gguf", "--as", "adapter"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("stays behind") == 1 and "--format gguf has no place" in told
+    assert load_draft(file, target).head is None
 
 
 @pytest.mark.parametrize(

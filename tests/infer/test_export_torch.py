@@ -149,6 +149,8 @@ def test_another_target_is_refused_in_transformers(lite, tmp_path):
     load = lambda: AutoModel.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
     with pytest.raises(ValueError, match="no target"):
         load().draft_forward(torch.from_numpy(TOKENS))
+    with pytest.raises(ValueError, match="expects a model of AutoModelForCausalLM, got NoneType"):
+        load().attach(None)
     with pytest.raises(ValueError, match="for a deepseek_v2 of 3 layers, the target is a olmoe"):
         load().attach(reference.random_model("olmoe"))
     other = reference.random_model("lite", seed=1)

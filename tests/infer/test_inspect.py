@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from dejax import families
+from dejax.ckpt.draft_state import resolve_draft, save_draft
 from dejax.ckpt.hf_weights import abstract_model
 from dejax.cli import main
 from dejax.target import load_target
@@ -16,6 +18,7 @@ from infer.convert import convert
 from infer.inspect import Part, inspect, resident_params
 from tests.ckpt.gguf_files import random_llama, tensors_of, write
 from tests.families.random_folder import raw_config, write_folder
+from tests.infer.head_cases import random_head
 
 # config.json as published, and what the reference counts on its meta device.
 V2_LITE = dict(
@@ -263,3 +266,28 @@ def test_weights_that_are_there_must_be_right(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[: np.dtype(np.float32).itemsize * 100])
     assert main(["inspect", str(folder)]) == 2
     assert "cut short" in capsys.readouterr().err
+
+
+def test_draft_experts_are_told_of_with_their_head(tmp_path, capsys):
+    folder = write_folder(tmp_path / "m")
+    target = load_target(folder)
+    draft = resolve_draft("init", target)
+    save_draft(tmp_path / "plain", draft, target.config)
+    head = random_head(target.config.width, positions=8)
+    save_draft(tmp_path / "headed", replace(draft, head=head), target.config)
+    for name, told in (("plain", "none"), ("headed", "for drafts of 8 tokens")):
+        argv = ["inspect", str(folder), "--draft", str(tmp_path / name)]
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert f"{name}: draft experts" in shown
+        assert any("confidence head" in line and told in line for line in shown.splitlines())
+        assert main([*argv, "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)["draft"]
+        assert found["layers"] == len(target.config.moe_layers) and found["top_r"] == 1
+        size = 4 * (4 * target.config.width + 2 * 3 + 4 * 8)
+        assert found["confidence_head"] == (
+            None if name == "plain" else {"positions": 8, "bytes": size}
+        )
+    other = write_folder(tmp_path / "other", seed=1)
+    assert main(["inspect", str(other), "--draft", str(tmp_path / "plain")]) == 2
+    assert "was trained for target" in capsys.readouterr().err

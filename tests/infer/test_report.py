@@ -262,3 +262,11 @@ def test_no_statistic_is_nan():
 
     for trace in ([], [PREFILL], [PREFILL, STEP], [PREFILL, FULL, PARTLY, CUT]):
         assert all(math.isfinite(n) for n in numbers(stats(trace)))
+
+
+def test_the_controller_s_share_is_of_all_rounds():
+    rounds = [
+        Round("round", 3, emitted=(1,), control_seconds=control, total_seconds=1.0)
+        for control in (0.25, 0.0)
+    ]
+    assert stats(rounds)["controller_share"] == 0.125

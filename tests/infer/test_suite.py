@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from dejax.errors import UsageError
+from infer.bench_kinds import by_kind, first_of_each_kind, runs
 from infer.decode import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
@@ -51,6 +52,30 @@ def test_rows_say_what_was_run(results):
     assert row["options"]["simulated"] is True and "simulated" in row["options"]["link"]
     assert row["stats"]["drafted"] >= row["stats"]["accepted"]
     assert row["stats"]["emitted"] == 2 * 5  # the first token of a prompt is the prefill's
+
+
+def test_figures_by_kind_are_of_the_prompts_of_that_kind(results):
+    first, second, whole = by_kind(results[2], ["chat", "code"])
+    assert [row["kind"] for row in (first, second, whole)] == ["chat", "code", "all"]
+    own = [prompt["stats"] for prompt in results[2].row["prompts"]]
+    for row, found in zip((first, second), own, strict=True):
+        assert row["acceptance_rate"] == found["acceptance_rate"] and row["prompts"] == 1
+        assert row["tokens_per_round"] == found["tokens_per_round"]
+    assert whole["emitted"] == first["emitted"] + second["emitted"] and whole["identical_to_ar"]
+    assert [row["cache"] for row in by_kind(results[2], ["all"] * 2)] == [0.5, 0.5]
+
+
+def test_so_many_prompts_of_each_kind():
+    records = [{"id": i, "category": "ab"[i % 2]} for i in range(6)] + [{"id": 6}]
+    found = first_of_each_kind(records, 2)
+    assert {kind: [r["id"] for r in own] for kind, own in found.items()} == {
+        "a": [0, 2],
+        "b": [1, 3],
+        "prompts": [6],
+    }
+    made = runs(4, 0.8)
+    assert [(run.temperature, run.cache) for run in made if run.mode == "ar"] == [(0, 0), (0.8, 0)]
+    assert len(made) == 6 and len({run.name for run in made}) == 6
 
 
 @pytest.mark.slow

@@ -170,6 +170,7 @@ def test_a_record_has_every_field():
         draft_passes=2,
         draft_routes=(frozenset({(2, 1), (1, 3)}), frozenset()),
         draft_used=frozenset({(1, 3)}),
+        predicted=(frozenset({(1, 1), (2, 0)}), frozenset({(2, 3)})),
         required=frozenset({(2, 1), (1, 2)}),
         rows_routes=(frozenset({(2, 1)}), frozenset({(1, 2)}), frozenset()),
         resident=frozenset({(2, 1)}),
@@ -185,6 +186,7 @@ def test_a_record_has_every_field():
         total_seconds=3.5,
         device_seconds=0.5,
         load_seconds=0.25,
+        control_seconds=0.125,
         governed=True,
         rescued=3,
     )

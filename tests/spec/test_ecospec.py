@@ -229,6 +229,12 @@ def test_each_predictor_says_what_it_knows():
     assert found("router") == [[8, 9], [16, 17], [20, 21], [8, 9]]
     assert found("table") == [[16, 17], [16, 17], [20, 21], [16, 17]]
     assert found("persistence") == [[16, 17]] * 4
+    # Of a trained predictor the nodes without a pass have what it says.
+    assert found("trained") == found("router")
+    told = np.array([3, 4], np.int32)
+    nodes = [dataclasses.replace(node, predicted=told) for node in nodes]
+    assert found("trained") == [[8, 9], [3, 4], [3, 4], [3, 4]]
+    assert found("router") == [[8, 9], [16, 17], [20, 21], [8, 9]]
 
 
 def test_use_is_learned_from_what_was_committed():
@@ -265,7 +271,7 @@ def test_routes_of_another_model_are_refused(pair):
     [
         ({"expert_cost": -1.0}, "expert_cost must be a finite number >= 0, got -1.0"),
         ({"expert_cost": float("inf")}, "expert_cost must be a finite number >= 0"),
-        ({"predictor": "guess"}, "one of 'persistence', 'table', 'router', got 'guess'"),
+        ({"predictor": "guess"}, "'persistence', 'table', 'router', 'trained', got 'guess'"),
     ],
 )
 def test_what_is_no_setting_is_refused(monkeypatch, options, message):

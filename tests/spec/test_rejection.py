@@ -14,6 +14,7 @@ from scipy import stats
 
 from dejax.errors import UsageError
 from dejax.spec.chance import Stream, draw_at, quantile
+from dejax.spec.confidence import Readout, law_features
 from dejax.spec.control import ControlConfig, DraftController
 from dejax.spec.rejection import accept_by_rejection, draw_children
 from dejax.spec.rules import Drafted, IndependentDraw, Rejection, check_rule, make_rule
@@ -224,6 +225,19 @@ def test_stopping_by_what_is_known_before_a_token_is_drawn_keeps_the_law():
 def test_stopping_by_the_drawn_token_changes_the_law():
     unsure = chain(1, lambda logits, token: softmax(logits)[token] >= 0.4)
     assert distance(decoded_law(unsure, replace=True, new=2), truth(2)) > 0.01
+
+
+def test_stopping_by_a_confidence_head_keeps_the_law():
+    """Its scores are any function of what came before; here the draft's first logit."""
+    readout = Readout(np.array([1.0, 0.5, -0.3]), np.array([1.5]), np.array([0.8]))
+    values = []
+
+    def keep(logits, token):
+        values.append(readout(float(logits[0]), law_features(logits, PLAIN), 1))
+        return values[-1] >= 0.6
+
+    assert distance(decoded_law(chain(2, keep), replace=True), truth(3)) < EXACT
+    assert min(values) < 0.6 < max(values)
 
 
 def controlled(controller):

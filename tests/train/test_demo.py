@@ -58,6 +58,44 @@ def test_demo_end_to_end(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "out" / "draft" / "adapter.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_demo_takes_ready_draft_experts(monkeypatch, tmp_path, capsys):
+    original = demo.decode_prompts
+
+    def fewer(target, draft, **settings):
+        return original(target, draft, **(settings | {"count": 1, "tokens": 4}))
+
+    monkeypatch.setattr(demo, "decode_prompts", fewer)
+    out = tmp_path / "out"
+    assert cli.main(["demo", "--draft", "init:3", "--out", str(out)]) == 0
+    found = json.loads((out / "demo.json").read_text())
+    assert found["distill"] == {"draft": "init:3"}
+    assert [arm["name"] for arm in found["arms"]] == ["top-1", "top-1 + mean residual", "given"]
+    assert all(row["identical_to_ar"] for row in found["modes"])
+    assert sorted(path.name for path in out.iterdir()) == [
+        "acceptance.png",
+        "demo.html",
+        "demo.json",
+        "speed.png",
+        "unique_experts.png",
+    ]
+    assert "teacher-forced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--draft", "init", "--full"], "--full trains every arm of the losses"),
+        (["--draft", "nowhere"], "nowhere"),
+    ],
+)
+def test_demo_refuses_draft_experts_that_it_cannot_take(tmp_path, capsys, options, says):
+    assert cli.main(["demo", *options, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_demo_needs_a_target_that_is_there(tmp_path, capsys):
     status = cli.main(["demo", "--target", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
     assert status == 2

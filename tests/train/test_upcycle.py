@@ -16,6 +16,7 @@ from dejax.target import load_target
 from tests.ckpt.smollm2 import smollm2
 from tests.train.dense_model import write_dense
 from tests.train.small_model import tokenizer_of, write_model
+from train import upcycle_quality
 
 LAYOUT = ["--shared", "64", "--experts", "4"]
 FEW = ["--tokens", "2048", "--held-out"]
@@ -92,6 +93,32 @@ def test_correction_brings_the_model_nearer_to_the_dense_one(dense, text, tmp_pa
     assert all(layer["after"] < layer["before"] for layer in with_["layers"])
     assert all(layer["after"] is None for layer in without["layers"])
     assert with_["quality"]["all"]["kl"] < without["quality"]["all"]["kl"]
+
+
+@pytest.mark.slow
+def test_a_healed_model_is_measured_as_upcycling_measures(dense, text, tmp_path, capsys):
+    done = run(dense, tmp_path / "moe", text, "--top-k", "2")
+    moe, file, out = tmp_path / "moe", tmp_path / "moe.json", tmp_path / "again.json"
+
+    def measured(moe: Path, *more: str) -> dict:
+        options = ["--run", str(file), "--held-out", str(text), "--json", str(out), *more]
+        upcycle_quality.main([str(dense), str(moe), *options])
+        return json.loads(out.read_text())
+
+    assert measured(moe) == done  # but for the time it takes, which is the run's
+    record = {"target": done["identity"], "config": {}}
+    (moe / "healing.json").write_text(json.dumps(record))
+    assert measured(moe)["healing"] == record
+    (moe / "healing.json").write_text(json.dumps(record | {"target": "f" * 32}))
+    with pytest.raises(UsageError, match="healed from a MoE of identity ffff"):
+        measured(moe)
+    (moe / "healing.json").unlink()
+    run(dense, tmp_path / "other", text, "--top-k", "2", "--seed", "1")
+    with pytest.raises(UsageError, match="neither what .*moe.json is about nor healed from it"):
+        measured(tmp_path / "other")
+    file.write_text('{"quality": 1}')
+    with pytest.raises(UsageError, match="not a result of `dejax upcycle --json`"):
+        measured(moe)
 
 
 KILLED_AFTER_A_LAYER = """

@@ -37,13 +37,27 @@ def run_of(**options) -> dict:
 
 def test_a_card_says_what_was_measured(tmp_path):
     files = []
-    for place, run in enumerate((run_of(), run_of(**{"--correct": False, "--seed": 3}))):
+    config = dict(
+        loop=dict(steps=20), batch_size=2, seq_len=512, trained=["routers", "norms"],
+        optimizer=dict(learning_rate=2e-4), balance_weight=0.01,
+    )  # fmt: skip
+    healed = run_of() | {"healing": dict(config=config, trained_params=2_500_000)}
+    for place, run in enumerate((run_of(), run_of(**{"--correct": False, "--seed": 3}), healed)):
         files.append(tmp_path / f"{place}.json")
         files[-1].write_text(json.dumps(run))
     answers = [dict(id="q1", prompt="Why?", answers={"dense": "So.\n# no title", "moe": "Or."})]
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     out = tmp_path / "docs" / "card.md"
     argv = ["--runs", *map(str, files), "--answers", str(tmp_path / "answers.json")]
+    arm = dict(arm="+ residual", seeds=2, mean=dict(kl=0.25, agreement=0.5, alpha_1=0.75))
+    arms = dict(target="small", steps=7, settings=["draft.width=64"], arms=[arm])
+    (tmp_path / "arms.json").write_text(json.dumps(arms))
+    row = dict(run="draft experts, greedy", kind="code", prompts=4, acceptance_rate=0.5)
+    row |= dict(tokens_per_round=2.5, bytes_per_token=2e6, identical_to_ar=True)
+    plain = row | dict(run="AR", acceptance_rate=None)
+    kinds = dict(model="small", options=dict(draft_length=4, max_new_tokens=9), rows=[plain, row])
+    (tmp_path / "kinds.json").write_text(json.dumps(kinds))
+    argv += ["--arms", str(tmp_path / "arms.json"), "--kinds", str(tmp_path / "kinds.json")]
     upcycle_card.main([*argv, "--out", str(out), "--note", "Take this one."])
     text = out.read_text()
     assert "# Small.gguf as a mixture of experts" in text and "Take this one." in text
@@ -53,6 +67,13 @@ def test_a_card_says_what_was_measured(tmp_path):
     assert "| 384/36/18 | 0.375 | 0.5 | 50 |" in text
     assert "| 384/36/18 | 0.5 | 0.1 | 0.2 | 0.1 | 90 | 60 | 2 GiB |" in text
     assert "    So.\n    # no title\n" in text
+    assert "| 384/36/18, healed 20 k | 62.5% |" in text
+    told = "| 384/36/18, healed 20 k | routers, norms | 2.5 M | 20 | 20480 | 0.0002 | 0.01 |"
+    assert told in text and text.count("2 GiB") == 2  # a healing has no fits
+    assert "on small: 7 steps an arm, with `draft.width=64`." in text
+    assert "| + residual | 2 | 0.25 | 50 | - | - | - | 75 |" in text
+    assert "| draft experts, greedy | code | 4 | 50.0% | 2.5 | 2 | yes |" in text
+    assert "| AR |" not in text
 
 
 @pytest.mark.slow
