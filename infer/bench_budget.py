@@ -20,7 +20,7 @@ from dejax.spec.control import ControlConfig
 from infer.bench_rows import Row, spread
 from infer.bench_steps import own_text
 from infer.console import Advance
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.memory import peak_rss
 from infer.report import stats

@@ -27,7 +27,7 @@ from dejax.spec.tree_options import parse_tree
 from dejax.target import Target, load_target, read_outline
 from infer.arguments import DraftSpec, Model, OutputFile, Positional, PositiveInt, parse
 from infer.console import print_table, progress, say
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.link import Link
 from infer.output import report

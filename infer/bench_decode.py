@@ -13,7 +13,7 @@ from dejax.ckpt.expert_store import ExpertStore
 from infer.bench_limits import Limits
 from infer.bench_link import most_of_link
 from infer.bench_rows import Row, spread
-from infer.decode import PATH_MODES
+from infer.decode_options import PATH_MODES
 from infer.memory import peak_rss
 from infer.report import identity, rounds_of
 from infer.suite import LOAD_TO_COMPUTE, Result, Run, Suite, run_all

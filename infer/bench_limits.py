@@ -23,7 +23,7 @@ from flax import nnx
 from dejax.nn.layers import project
 from dejax.target import Target
 from infer.buckets import expert_groups
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.report import rounds_of
 from infer.staging import device_form

@@ -12,7 +12,7 @@ from typing import Any
 from dejax.draft.expert import Draft
 from infer.bench_rows import Row, spread
 from infer.console import Advance
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.memory import peak_rss
 from infer.suite import Suite

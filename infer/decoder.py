@@ -16,7 +16,8 @@ from dejax.spec.budget import VerifyBudget
 from dejax.spec.governor import Decision, Governor
 from dejax.target import Target
 from infer.callback_engine import CallbackEngine
-from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import PATH_MODES, DecodeOptions
 from infer.engine import Engine
 from infer.engines import EngineLike, EngineName, OnLogits, Watched, check_engine
 from infer.link import Link, parse_link

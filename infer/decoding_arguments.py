@@ -26,7 +26,7 @@ from infer.arguments import (
     non_negative_int,
     number,
 )
-from infer.decode import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode
+from infer.decode_options import DRAFT_MODES, PATH_MODES, DecodeOptions, Mode
 from infer.engines import DeviceCache, EngineName, check_draft_resident, check_engine
 from infer.link import parse_link
 from infer.tree_drafter import check_strict

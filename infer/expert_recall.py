@@ -20,7 +20,8 @@ from dejax.spec.rules import make_rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import Node, Paid, accepted_path, most_confident
 from dejax.spec.tree_options import parse_tree
-from infer.decode import DecodeOptions, decode
+from infer.decode import decode
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.node_predictor import NodePredictor
 from infer.timing import Timings

@@ -39,7 +39,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import progress, say
-from infer.decode import PATH_MODES, DecodeOptions, Mode, check_options
+from infer.decode_options import PATH_MODES, DecodeOptions, Mode, check_options
 from infer.decoder import Decoder, Offload, check_budget, check_host_cache
 from infer.decoding_arguments import DecodingArguments
 from infer.engines import DeviceCache, EngineName, check_draft_resident, device_cache_bytes
@@ -108,12 +108,12 @@ def generate(
     Args:
       target: from `dejax.load_target`.
       prompts: texts, token id lists, or records with `id` and `prompt`.
-      draft: draft experts (`dejax.load_draft`), for the modes `infer.decode.DRAFT_MODES`.
-      mode: as in `infer.decode.DecodeOptions`; r: routed experts the drafter keeps.
+      draft: draft experts (`dejax.load_draft`), for the modes `infer.decode_options.DRAFT_MODES`.
+      mode: as in `infer.decode_options.DecodeOptions`; r: routed experts the drafter keeps.
       control: draft length and stop rule; tree: how drafts branch; rule: how they are accepted.
       eco: what experts weigh in mode "ecospec"; predictor: what is "trained" there
         (`dejax.ckpt.predictor_file.load_predictor`).
-      draft_resident: as in `infer.decode.DecodeOptions`.
+      draft_resident: as in `infer.decode_options.DecodeOptions`.
       confidence: whose word on a drafted token counts, where the draft has a head ("head",
         "probability").
       verify_budget: of mode "moe-spec", the one mode whose tokens are not the target's own.

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dejax.shapes import Pair
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.engines import EngineLike
 from infer.report import rounds_of

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from dejax.target import Target
 from infer.buckets import ROW_BUCKETS, bucket
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.report import stats
 

@@ -20,7 +20,7 @@ from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
 from dejax.target import Target
 from infer.console import progress
-from infer.decode import DRAFT_MODES, DecodeOptions, Mode
+from infer.decode_options import DRAFT_MODES, DecodeOptions, Mode
 from infer.decoder import Decoder, Offload, expert_store
 from infer.divergence import judge
 from infer.engines import EngineName
@@ -47,7 +47,7 @@ class Run:
       look_ahead: whether target passes ask for what the next layer will probably use.
       tree: how drafts branch, by name (`dejax.spec.tree_options`).
       expert_cost, predictor: of mode ecospec (`dejax.spec.ecospec`).
-      draft_resident: as in `infer.decode.DecodeOptions`.
+      draft_resident: as in `infer.decode_options.DecodeOptions`.
       governor: whether drafting is switched off while it does not pay.
       oracle: whether trees are chosen by the routes that they really will have (`infer.oracle`).
         Not a real system.

@@ -27,7 +27,7 @@ from infer.arguments import (
     parse,
 )
 from infer.console import print_table, progress, say
-from infer.decode import Mode, check_options
+from infer.decode_options import Mode, check_options
 from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.divergence import first_difference, judge

@@ -9,7 +9,8 @@ from dejax.draft.expert import random_draft
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import load_target
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.report import stats
 from tests.families.configurations import FIRST, MOE_CONFIGS

@@ -13,7 +13,7 @@ import pytest
 
 from dejax.spec.control import ControlConfig
 from infer import buckets
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.link import Link
 from infer.prefetch import LRU

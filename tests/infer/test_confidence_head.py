@@ -14,7 +14,8 @@ from dejax.spec.confidence import law_features
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
-from infer.decode import DecodeOptions, decode
+from infer.decode import decode
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.drafters import PathDrafter

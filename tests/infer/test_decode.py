@@ -18,7 +18,8 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision, Governor, GovernorConfig
 from dejax.spec.sampling import SamplingConfig
 from infer.buckets import ROW_BUCKETS
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.drafters import DraftStep, NGramProposer, PathDrafter, Proposal
 from infer.timing import Pace

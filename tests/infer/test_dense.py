@@ -12,7 +12,7 @@ from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig, TokenPicker
 from dejax.target import load_target
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.generate import generate
 from tests.ckpt.smollm2 import smollm2

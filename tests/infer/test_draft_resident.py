@@ -10,7 +10,8 @@ from dejax.errors import UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.generate import generate

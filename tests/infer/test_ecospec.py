@@ -17,7 +17,8 @@ from dejax.spec.tree_options import parse_tree
 from dejax.target import load_target
 from infer.arguments import parse
 from infer.bench_ecospec import replayed
-from infer.decode import DecodeOptions, check_options, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions, check_options
 from infer.decoder import Decoder, Offload, expert_store
 from infer.generate import Arguments
 from infer.report import rounds_of, stats

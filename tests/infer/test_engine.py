@@ -24,7 +24,7 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from infer import buckets
 from infer import engine as engine_module
-from infer.decode import DecodeOptions, Mode
+from infer.decode_options import DecodeOptions, Mode
 from infer.decoder import Decoder
 from tests.infer.random_target import (
     CONTEXT,

@@ -25,7 +25,8 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import load_target
 from infer import callback_engine
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engines import ENGINES, EngineLike, ResidencyLike
 from infer.generate import generate

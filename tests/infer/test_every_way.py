@@ -25,7 +25,8 @@ from dejax.spec.governor import Governor
 from dejax.spec.rules import REJECTION, RULES
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
-from infer.decode import MODES, DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import MODES, DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.timing import Pace
 from tests.infer.random_target import random_prompt

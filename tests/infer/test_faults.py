@@ -14,7 +14,8 @@ from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
 from dejax.spec.control import ControlConfig
 from infer import generate as generate_module
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.drafters import DraftStep
 from infer.generate import generate

@@ -14,7 +14,7 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision
 from dejax.target import load_target
 from infer import generate as generate_module
-from infer.decode import Mode
+from infer.decode_options import Mode
 from infer.decoder import Decoder
 from infer.generate import generate
 from infer.prompts import encode_prompt

@@ -21,7 +21,8 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Governor, GovernorConfig
 from dejax.spec.sampling import SamplingConfig, gumbel_noise, log_probs
 from dejax.target import load_target
-from infer.decode import DecodeOptions, Mode, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions, Mode
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
 from infer.report import stats

@@ -11,7 +11,7 @@ from dejax import cli
 from dejax.errors import UsageError
 from dejax.spec.budget import VerifyBudget
 from dejax.spec.control import ControlConfig
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engine import Engine
 from infer.generate import generate

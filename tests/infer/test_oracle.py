@@ -9,7 +9,7 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import Node
 from dejax.spec.tree_options import parse_tree
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.oracle import TrueRoutes
 from infer.report import rounds_of

@@ -20,7 +20,8 @@ from dejax.target import read_outline
 from infer.arguments import parse
 from infer.bench_ecospec import replayed
 from infer.bench_trees import PLACES, in_all_places
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.expert_recall import DEPTHS, NAMES, prediction_cost, recall_by_depth
 from infer.generate import Arguments, generate

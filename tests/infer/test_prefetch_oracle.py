@@ -7,7 +7,7 @@ import pytest
 
 from dejax.spec.control import ControlConfig
 from infer.bench_decode import drafting
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engines import EngineLike, ResidencyLike
 from infer.prefetch_oracle import _Told, required, told_run

@@ -11,7 +11,7 @@ import pytest
 from dejax.ckpt.expert_codec import QUANTISED
 from dejax.ckpt.expert_store import ExpertStoreWriter
 from dejax.spec.control import ControlConfig
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.staging import device_form
 from tests.infer.random_target import draft_of, random_prompt, random_target

@@ -10,7 +10,8 @@ import pytest
 from dejax import cli, families
 from dejax.spec.control import ControlConfig
 from infer import verify as program
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engines import Watched
 from infer.generate import generate

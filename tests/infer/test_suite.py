@@ -7,7 +7,7 @@ import pytest
 
 from dejax.errors import UsageError
 from infer.bench_kinds import by_kind, first_of_each_kind, runs
-from infer.decode import DecodeOptions
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.link import parse_link
 from infer.plots import plot_acceptance, plot_losses, plot_modes, plot_unique, unique_by_length

@@ -10,7 +10,8 @@ import pytest
 from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
-from infer.decode import PATH_MODES, DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import PATH_MODES, DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.prefetch import LoadEvent
 from infer.report import stats

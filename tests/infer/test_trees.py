@@ -18,7 +18,8 @@ from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree import TreeConfig, ancestor_mask, depths, full_tree
 from dejax.spec.tree_options import parse_tree
 from dejax.target import load_target
-from infer.decode import DecodeOptions, decode, make_drafter
+from infer.decode import decode, make_drafter
+from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.drafters import Proposal
 from infer.report import stats
