@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.optimize import minimize, minimize_scalar
+from scipy.special import expit
 
 from dejax.draft.confidence import ConfidenceHead
 from dejax.spec.calibration import cross_entropy, survival
@@ -96,7 +97,7 @@ def loss_and_gradient(
     penalties = np.where(np.arange(len(w)) < len(w) - FEATURES, penalty, LIGHT)
     loss = float(rows.weights @ cross_entropy(logits, rows.accepted)) / total
     loss += (float(penalties @ w**2) + LIGHT * float(later @ later)) / 2
-    slope = rows.weights * (1 / (1 + np.exp(-logits)) - rows.accepted) / total
+    slope = rows.weights * (expit(logits) - rows.accepted) / total
     by_bias = np.bincount(rows.positions, weights=slope, minlength=positions) + LIGHT * later
     by_bias[0] -= LIGHT * later.sum()
     by_weight = rows.features.T @ slope.astype(rows.features.dtype) + penalties * w
@@ -226,4 +227,4 @@ def estimates(
     wide = {name: array[regime].astype(np.float64) for name, array in head.arrays().items()}
     logits = outcomes.hidden @ wide["hidden"] + (embedding @ wide["embedding"])[outcomes.tokens]
     logits = logits + outcomes.law @ wide["law"] + wide["biases"]
-    return 1 / (1 + np.exp(-logits / wide["temperatures"]))
+    return expit(logits / wide["temperatures"])
