@@ -75,9 +75,9 @@ of the run had the tokens of autoregressive decoding. *MB*: bytes of experts mov
 """
 
 SHARED_HALF = """\
-The shared experts carry much of an upcycled model, so that drafts which leave out routed experts
-look better than on a model that was trained as a mixture: DeepSeek-V2-Lite's shared + top-1 alone
-agrees with it on 45 to 48 % of tokens, this one's on the share in the table above.
+How much the shared experts carry is a choice of the layout here, and with it how well drafts do
+that leave out routed experts. For comparison, DeepSeek-V2-Lite's shared + top-1 alone agrees with
+it on 45 to 48 % of tokens; the shares of these models are in a table above.
 """
 
 FITS = """\
