@@ -121,20 +121,23 @@ class Exam:
     data: Data
     text: GreedyText
 
-    def measure(self, params: Params | None, draft_folder: Path | None) -> dict[str, Any]:
+    def measure(
+        self, params: Params | None, draft_folder: Path | None, r: int = 1
+    ) -> dict[str, Any]:
         """Figures of a draft in training, and of the decode loop with it loaded from its folder.
 
         Teacher-forced ones and `simulated_tokens_per_round` come from `params`, as training sees
         them; acceptance and `tokens_per_round` from decoding. None is the draft path without draft
-        experts.
+        experts, of shared + top-`r`.
         """
         draft = None if draft_folder is None else load_draft(draft_folder)
-        r = 1 if draft is None else draft.config.top_r
+        r = r if draft is None else draft.config.top_r
         teacher = self.teacher if draft is None else drafting(self.teacher, draft.config)
         forced = teacher_forced(teacher, params, self.data.held_out, r=r)
         rounds = simulate(teacher, params, self.text, draft_length=DRAFT_LENGTH, r=r)
         simulated = simulated_metrics([round_ for prompt in rounds for round_ in prompt])
-        looped = decoded_stats(self.target, draft, draft_length=DRAFT_LENGTH, new_tokens=NEW_TOKENS)
+        fixed = dict(draft_length=DRAFT_LENGTH, new_tokens=NEW_TOKENS, r=r)
+        looped = decoded_stats(self.target, draft, **fixed)
         alphas = {f"alpha_{i}": value for i, value in enumerate(looped["alpha_pos"], start=1)}
         return (
             {name: forced[name] for name in FORCED}
@@ -154,7 +157,7 @@ def run_arms(
     arms: dict[str, str] = ARMS,
     settings: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """One row an arm and seed, `arm` and `seed` among its figures; top-1 alone has one row.
+    """One row an arm and seed, `arm` and `seed` among its figures; top-r alone has one row.
 
     Args:
       name: what the configs call the target; steps: of each run, None for the configs' own.
@@ -166,7 +169,8 @@ def run_arms(
     data, out = open_rows(first, target), out / target.identity[:16]
     say("the target's own text, for simulated rounds")
     exam = Exam(teacher, target, data, demo_text(teacher, NEW_TOKENS))
-    rows = [{"arm": "top-1", "seed": 0} | exam.measure(None, None)]
+    r = first.draft.top_r
+    rows = [{"arm": f"top-{r}", "seed": 0} | exam.measure(None, None, r)]
     for seed in range(seeds):
         initial = None
         for arm, config_name in arms.items():

@@ -131,14 +131,24 @@ def _decoded(config: DistillConfig, teacher: Teacher) -> Callable[[DistillState]
 
 
 def decoded_stats(
-    target: Target, draft: Draft | None, *, draft_length: int, new_tokens: int = NEW_TOKENS
+    target: Target,
+    draft: Draft | None,
+    *,
+    draft_length: int,
+    new_tokens: int = NEW_TOKENS,
+    r: int = 1,
 ) -> dict[str, Any]:
-    """Statistics of decoding `short_prompts`, with drafts of fixed length."""
+    """Statistics of decoding `short_prompts`, with drafts of fixed length.
+
+    Args:
+      draft: None drafts with shared + top-`r` alone.
+    """
     return in_loop(
         target,
         draft,
         short_prompts(target, new_tokens),
         max_new_tokens=new_tokens,
+        r=r,
         device_cache=None,
         control=ControlConfig(draft_length=draft_length, truncate=False),
     )
