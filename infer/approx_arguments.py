@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from dejax.errors import UsageError
 from dejax.spec.budget import Rank, Select, VerifyBudget, Weights
-from infer.arguments import NonNegativeInt, PositiveInt
+from infer.argument_types import NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from infer.console import Advance
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.memory import peak_rss
+from infer.passes import Drafting
 from infer.report import stats
 from infer.suite import Suite
 from infer.trace import Round
@@ -91,8 +92,9 @@ def _as_drafted(decoder: Decoder, rows: Sequence[int], start: int) -> None:
     """Where a budget goes by what is on the device: brings there what a draft of the rows would."""
     engine = decoder.engine
     if engine.budget is not None and engine.budget.rank == "residency":
+        drafting = Drafting(r=1, prefetch=True)
         for row, token in enumerate(rows[:-1]):
-            engine.draft_row(token, start=start + row, r=1, prefetch=True)
+            engine.draft_row(token, start=start + row, drafting=drafting)
 
 
 def surprises(exact: Decoder, ids: list[int], emitted: Sequence[int]) -> list[float]:

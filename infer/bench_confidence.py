@@ -25,7 +25,8 @@ from dejax.spec.control import ControlConfig
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
 from dejax.target import Target, load_target, read_outline
-from infer.arguments import DraftSpec, Model, OutputFile, Positional, PositiveInt, parse
+from infer.argument_types import DraftSpec, Model, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store

@@ -32,15 +32,8 @@ from dejax.spec.ecospec import (
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
 from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
 from dejax.target import read_outline
-from infer.arguments import (
-    DraftSpec,
-    InputFile,
-    Model,
-    OutputFile,
-    Positional,
-    PositiveInt,
-    parse,
-)
+from infer.argument_types import DraftSpec, InputFile, Model, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import print_table
 from infer.link import parse_link
 from infer.loading import load_shown

@@ -15,15 +15,15 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.cli import run_module
 from dejax.errors import FailedError, UsageError
 from dejax.target import read_outline
-from infer.arguments import (
+from infer.argument_types import (
     DraftSpec,
     InputFile,
     OutputFile,
     Positional,
     PositiveFloat,
     PositiveInt,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table
 from infer.link import parse_link
 from infer.loading import load_shown

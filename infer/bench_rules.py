@@ -23,15 +23,8 @@ from dejax.spec.sampling import SamplingConfig
 from dejax.spec.sequoia import StaticTree, best_static_tree
 from dejax.spec.tree_options import parse_tree
 from dejax.target import read_outline
-from infer.arguments import (
-    DraftSpec,
-    InputFile,
-    Model,
-    OutputFile,
-    Positional,
-    PositiveInt,
-    parse,
-)
+from infer.argument_types import DraftSpec, InputFile, Model, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.loading import load_shown

@@ -15,6 +15,7 @@ from infer.console import Advance
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.memory import peak_rss
+from infer.passes import Drafting
 from infer.suite import Suite
 
 Case = tuple[str, int, Draft | None]
@@ -127,8 +128,8 @@ def bench_draft(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
             texts = own_text(plain, suite)
             with bar.aside("compiling"):
                 for r in ranks:
-                    plain.engine.warm_up(rows=1, r=r)
-                drafter.engine.warm_up(rows=1, r=1)
+                    plain.engine.warm_up(rows=1, drafting=Drafting(r))
+                drafter.engine.warm_up(rows=1, drafting=Drafting(r=1))
             for (_, ids), text in zip(suite.prompts, texts, strict=True):
                 for decoder in (plain, drafter):
                     decoder.engine.begin()
@@ -138,7 +139,7 @@ def bench_draft(suite: Suite, store: Any, *, bar: Advance) -> list[Row]:
                         decoder = plain if draft is None else drafter
                         decoder.residency.begin_round()
                         began = time.perf_counter()
-                        decoder.engine.draft_row(text[start], start=start, r=r)
+                        decoder.engine.draft_row(text[start], start=start, drafting=Drafting(r))
                         seconds[name].append(time.perf_counter() - began)
                         decoder.residency.end_round()
                     for decoder in (drafter, plain):

@@ -1,4 +1,4 @@
-"""The small grid of sizes that steps are compiled for: rows of a pass, and experts of a step."""
+"""The small grid of sizes that steps are compiled for: rows, experts, and slots of a KV cache."""
 
 import bisect
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ PIECE_BYTES = 5 * 2**19
 """Experts of so many bytes are worth a step of their own as soon as they have arrived."""
 PIECES = (1, 2, 4)
 """How many of them, if one alone is large enough."""
+CAPACITY_STEP = 256
+"""Committed tokens that a KV cache has room for are a multiple of it."""
 
 
 def bucket(count: int, sizes: Sequence[int]) -> int:
@@ -44,3 +46,9 @@ def piece_sizes(buckets: Sequence[int], expert_bytes: int) -> tuple[int, ...]:
     if least == 1:
         return tuple(b for b in buckets if b in PIECES)
     return tuple(b for b in buckets if b >= least)[:1]
+
+
+def capacity_of(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Committed tokens that the longest prompt may come to, in steps that calls have in common."""
+    longest = max(map(len, prompts), default=1) + max_new_tokens
+    return -(-longest // CAPACITY_STEP) * CAPACITY_STEP

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from dejax.ckpt.expert_codec import Packing, unpack
 from dejax.config import ClampedSwiGLU
 from dejax.nn.experts import experts_of_rows, unique_weights
-from infer.passes import residents_first
+from infer.routed_experts import residents_first
 from infer.whole_pass import ExpertsOf, WholePassEngine
 
 GROUP = 8

@@ -25,7 +25,8 @@ from dejax.ckpt.tensor_files import SINGLE_FILE, copy_tensors, equal_tensors, wr
 from dejax.ckpt.tiktoken_file import TIKTOKEN_FILE
 from dejax.errors import FailedError, UsageError
 from dejax.target import STORE_DIR, checkpoint_identity, load_config, model_folder
-from infer.arguments import Model, OutputFile, OutputFolder, Positional, parse
+from infer.argument_types import Model, OutputFile, OutputFolder, Positional
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.output import check_output_folder, check_room, report
 from infer.units import format_bytes

@@ -22,6 +22,7 @@ from infer.engine import Engine
 from infer.engines import EngineLike, EngineName, OnLogits, Watched, check_engine
 from infer.link import Link, parse_link
 from infer.node_predictor import NodePredictor
+from infer.passes import Drafting
 from infer.residency import Residency
 from infer.resident import ResidentEngine, load_resident
 from infer.staging import device_form
@@ -215,21 +216,21 @@ class Decoder:
                 limits: Any = dict(rows=strict_rows, budget=verify_budget, predictor=predicts)
                 self.engine = Engine(*given, look_ahead=offload.look_ahead, **limits)
         self.offload = offload
-        self._warm: set[tuple[int, int | None, int, float | None]] = set()
+        self._warm: set[tuple[int, Drafting | None, int]] = set()
         self._on_decision = on_decision
         self._paces: dict[DecodeOptions, Pace] = {}
 
     def warm_up(self, options: DecodeOptions) -> None:
         """Compiles what these options need, once."""
         make_drafter(self.engine, options)  # checks the options, so before compiling
-        r = options.r if options.mode in PATH_MODES else None
+        drafts = options.mode in PATH_MODES
+        drafting = Drafting(options.r, resident=options.draft_resident) if drafts else None
         draft_rows = max(options.draft_tree.pass_rows(), default=0) if options.branches else 0
         # A tree of one level has its accepted row moved too.
         draft_rows = max(draft_rows, 1) if options.branches else 0
-        key = (options.draft_nodes + 1, r, draft_rows, options.draft_resident)
+        key = (options.draft_nodes + 1, drafting, draft_rows)
         if key not in self._warm:
-            how: Any = dict(rows=key[0], r=key[1], draft_rows=key[2], resident=key[3])
-            self.engine.warm_up(**how)
+            self.engine.warm_up(rows=key[0], drafting=drafting, draft_rows=draft_rows)
             self._warm.add(key)
         if options.predicts and self.engine.predictor is not None:
             self.engine.predictor.warm_up(sum(options.draft_tree.widths()))

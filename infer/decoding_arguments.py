@@ -16,7 +16,7 @@ from dejax.spec.ecospec import PREDICTORS, EcoConfig, Untrained
 from dejax.spec.rules import Rule
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
-from infer.arguments import (
+from infer.argument_types import (
     Bytes,
     NonNegativeFloat,
     NonNegativeInt,

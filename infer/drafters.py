@@ -8,7 +8,7 @@ whole draft at once and has no logits to give. The decode loop sees proposers on
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -20,6 +20,7 @@ from dejax.spec.ngram import lookup
 from dejax.spec.rules import DraftChooser
 from dejax.spec.tree import depths, subtree
 from infer.engines import EngineLike
+from infer.passes import Drafting
 from infer.timing import Timings
 
 
@@ -122,7 +123,7 @@ class Proposer(Protocol):
 class PathDrafter:
     """The target's own draft path: shared + top-r experts, and the draft expert if there is one.
 
-    `resident` is that of `infer.passes.Drafting`.
+    `r` and `resident` are those of `infer.passes.Drafting`.
     """
 
     engine: EngineLike
@@ -130,8 +131,8 @@ class PathDrafter:
     resident: float | None = None
 
     def consume(self, token: int, *, position: int, kept: bool = False) -> DraftStep:
-        how: Any = dict(r=self.r, prefetch=kept, resident=self.resident)
-        result = self.engine.draft_row(token, start=position, **how)
+        drafting = Drafting(self.r, kept, self.resident)
+        result = self.engine.draft_row(token, start=position, drafting=drafting)
         scores = None if result.scores is None else result.scores[0]
         return DraftStep(result.logits[0], result.routes[0], result.used, scores)
 

@@ -2,9 +2,8 @@
 
 A pass runs layer by layer: attention and router on the device (`layer_step`), the chosen ids to the
 host, which asks the residency for what is missing; meanwhile the shared experts (`shared_step`),
-then the routed ones (`sum_experts`, `add_experts`). Large experts are computed as they arrive, in
-ascending order, so that after the last one there is only that one to compute. Rows and unique
-experts are padded to a small grid of sizes, so that after `warm_up` nothing compiles.
+then the routed ones (`infer.routed_experts`). Rows and unique experts are padded to a small grid of
+sizes, so that after `warm_up` nothing compiles.
 
 With `look_ahead`, a target pass also asks for the experts that the next layer's router would choose
 on the residual stream as it is before this layer's experts: a guess, which costs nothing when wrong
@@ -18,7 +17,6 @@ if one is taken), its unique ids go in; the logits come out.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,18 +26,17 @@ from jaxtyping import Array, Float
 
 from dejax.draft.expert import Draft
 from dejax.errors import UsageError
-from dejax.model import Masks, Params, split_layer, split_outer
+from dejax.model import Masks, split_layer, split_outer
 from dejax.nn.attention import Cache
-from dejax.spec.budget import VerifyBudget, restrict
+from dejax.spec.budget import VerifyBudget
 from dejax.target import Target
 from infer.blocks import Block, block_of, level_of
-from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket, expert_buckets, piece_sizes
+from infer.buckets import PREFILL_ROWS, ROW_BUCKETS, bucket
 from infer.engines import ResidencyLike
 from infer.node_predictor import NodePredictor
-from infer.passes import Drafting, PassResult, pass_result, residents_first
-from infer.prefetch import Arrivals
+from infer.passes import Drafting, PassResult, pass_result
+from infer.routed_experts import RoutedExperts
 from infer.steps import (
-    add_experts,
     empty_cache,
     keep_rows,
     layer_step,
@@ -47,7 +44,6 @@ from infer.steps import (
     outer_steps,
     score_step,
     shared_step,
-    sum_experts,
     take_row,
     visible,
 )
@@ -119,14 +115,13 @@ class Engine:
         self._like = jax.device_put(np.zeros((), self.target.compute_dtype))
         self._visible = visible(config, self._slots)
         self._windowed = [config.is_windowed(index) for index in range(config.num_layers)]
-        activation = config.experts.activation if config.experts else None
-        options: Any = dict(activation=activation, packing=self.residency.packing)
-        self.add_experts = partial(add_experts, **options)
-        self.sum_experts = partial(sum_experts, **options)
-        self.buckets = expert_buckets(config, self.residency.bytes_per_expert)
-        # Strictly, how experts are grouped must not depend on when they come.
-        pieces = piece_sizes(self.buckets, self.residency.bytes_per_expert)
-        self.pieces = () if self.rows is not None else pieces
+        self.experts = RoutedExperts(
+            config,
+            self.residency,
+            self.clock,
+            draft_params=self._draft_params,
+            strict=self.rows is not None,
+        )
         self._caches: list[Cache] = []
 
     def begin(self) -> None:
@@ -155,26 +150,19 @@ class Engine:
         assert result is not None
         return result
 
-    def warm_up(
-        self,
-        *,
-        rows: int,
-        r: int | None = None,
-        draft_rows: int = 0,
-        resident: float | None = None,
-    ) -> None:
-        """Compiles what passes of up to `rows` rows, drafts with top-r, and prefill need.
+    def warm_up(self, *, rows: int, drafting: Drafting | None = None, draft_rows: int = 0) -> None:
+        """Compiles what passes of up to `rows` rows, draft passes and prefill need.
 
-        `draft_rows`: rows of a draft pass after the first, of trees; 0: drafts are chains.
-        `resident`: of `Drafting`. Runs them on zeros; the experts' store is not touched, and a
-        sequence under way is lost.
+        `drafting`: how draft passes run, if there are any. `draft_rows`: rows of a draft pass after
+        the first, of trees; 0: drafts are chains. Runs them on zeros; the experts' store is not
+        touched, and a sequence under way is lost.
         """
         self.begin()
         warm_up(
             self,
-            [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS],
+            [*self._sizes(rows, drafts=drafting is not None), PREFILL_ROWS],
             levels=self._draft_sizes(draft_rows),
-            r=r,
+            r=None if drafting is None else drafting.r,
         )
         self._warm_moves(draft_rows)
 
@@ -218,23 +206,10 @@ class Engine:
         caches, self._caches = self._caches, []  # they are donated
         self._caches = keep_rows(caches, *jax.device_put((kept, np.int32(start))))
 
-    def draft_row(
-        self,
-        token: int,
-        *,
-        start: int,
-        r: int,
-        prefetch: bool = False,
-        resident: float | None = None,
-    ) -> PassResult:
-        """The draft path over one token at slot `start`: shared + top-r (+ draft expert).
-
-        With `prefetch`, what a layer's router chooses is asked for at once, so that it comes while
-        the layers after it are computed, and so is what the pass itself will probably need next.
-        `resident` is that of `Drafting`.
-        """
+    def draft_row(self, token: int, *, start: int, drafting: Drafting) -> PassResult:
+        """The draft path over one token at slot `start`: shared + top-r (+ draft expert)."""
         block = block_of([token], start, None, 1)
-        return self._pass([token], block, rows_wanted=1, drafting=Drafting(r, prefetch, resident))
+        return self._pass([token], block, rows_wanted=1, drafting=drafting)
 
     def draft_level(
         self,
@@ -242,26 +217,19 @@ class Engine:
         *,
         start: int,
         parents: Sequence[int],
-        r: int,
-        prefetch: bool = False,
-        resident: float | None = None,
+        drafting: Drafting,
     ) -> PassResult:
         """As `draft_row`, over the last rows of a block at `start` whose other rows have been.
 
         `parents` are those of all its rows, as for `target_rows`.
         """
-        rows, drafting = len(tokens), Drafting(r, prefetch, resident)
+        rows = len(tokens)
         block = level_of(tokens, start, parents, bucket(rows, ROW_BUCKETS))
         return self._pass(tokens, block, rows_wanted=rows, drafting=drafting)
 
     def embed(self, block: Block) -> Array:
         """The residual stream that enters the first layer."""
         return self._embed(self._outer, block.tokens, self._like)
-
-    @property
-    def draft_params_of_first_layer(self) -> Params | None:
-        """Those of the first MoE layer's draft expert, None without draft experts."""
-        return self._draft_params.get(self._moe_layers[0])
 
     def masks(self, block: Block) -> Masks:
         """Who sees whom in a pass."""
@@ -288,9 +256,11 @@ class Engine:
                 continue
             top_gates.append(out[3])
             if self.budget is not None and not drafts and x.shape[0] < PREFILL_ROWS:
-                out, saved = self._restrict(index, out, rows, self.budget)
+                out, saved = self.experts.restrict(index, out, rows, self.budget)
                 rescued += saved
-            x, ids[index], read[index] = self._experts(index, out, rows, drafting)
+            always = self.always(index, out[1])  # on its way while the ids come
+            added = self.experts.add(index, out, always, rows, drafting)
+            x, ids[index], read[index] = added
         hidden = x if self.predictor is not None and drafts else None
         scores = self.scores(x, entered) if drafts else None
         more = (top_gates, hidden, scores)
@@ -323,98 +293,6 @@ class Engine:
             return None
         step, params = self._shared[layer]
         return step(params, h)
-
-    def _restrict(
-        self, layer: int, routed: tuple, rows: int, budget: VerifyBudget
-    ) -> tuple[tuple, int]:
-        """A layer's routing under the budget, and the rows that were rescued."""
-        x, h, *routing, guess = routed
-        began = time.perf_counter()
-        ids, gates, scores = (np.array(part) for part in jax.device_get(routing))
-        self.clock.device += time.perf_counter() - began
-        resident = []
-        if budget.rank == "residency":
-            resident = [expert for at, expert in self.residency.resident() if at == layer]
-        found = restrict(ids[:rows], gates[:rows], scores[:rows], budget, resident=resident)
-        ids[:rows], gates[:rows] = found.ids, found.gates
-        return (x, h, *jax.device_put((ids, gates)), routing[2], guess), found.rescued
-
-    def _experts(self, layer: int, routed: tuple, rows: int, drafting: Drafting | None):
-        """Acquires a layer's experts and adds them: new residual stream, ids, unique ids."""
-        x, h, ids, gates, _, guess = routed
-        always = self.always(layer, h)  # on its way while the ids come
-        prefers = drafting is not None and drafting.resident is not None
-        began = time.perf_counter()
-        wanted = (ids, guess, gates if prefers else None)
-        ids_host, guess_host, gates_host = jax.device_get(wanted)
-        self.clock.device += time.perf_counter() - began
-        read = ids_host = ids_host[:rows]
-        if drafting is None:
-            unique = np.unique(read).tolist()
-            arrivals = self.residency.request(layer, unique, kind="demand")
-            if guess_host is not None:
-                found = np.unique(guess_host[:rows]).tolist()
-                self.residency.prefetch([(layer + 1, expert) for expert in found], ahead=True)
-        else:
-            if prefers:
-                read, ids, gates = self._prefer(layer, ids_host, (ids, gates), gates_host, drafting)
-            unique = np.unique(read[:, : drafting.r]).tolist()
-            arrivals = self.residency.request(layer, unique, kind="draft")
-            if drafting.prefetch:
-                self._ask_ahead(layer, ids_host, guess_host, drafting)
-        r, draft = None, None
-        if drafting is not None:
-            r, draft = drafting.r, self._draft_params.get(layer)
-        # A prefill block may use any number of experts: one size keeps it to one compilation.
-        group, prefill = self.buckets[-1], h.shape[0] == PREFILL_ROWS
-        before, first = None, 0
-        while (count := self._piece(arrivals)) < len(arrivals):
-            part = self._take(arrivals, unique[first : first + count], count)
-            before = self.sum_experts(h, ids, gates, *part, before, r=r)
-            first += count
-        size = group if prefill else bucket(count, self.buckets)
-        last = self._take(arrivals, unique[first:], size)
-        x = self.add_experts(x, always, h, ids, gates, *last, before, draft, r=r)
-        if drafting is None:
-            self.residency.release(layer)
-        return x, ids_host, np.array(unique)
-
-    def _ask_ahead(self, layer: int, ids: Any, guess: Any, drafting: Drafting) -> None:
-        """Asks for what a draft pass predicts for the verification, and for what it needs next."""
-        rows = len(ids)
-        if guess is not None:  # what this very pass will wait for goes first
-            own = dict.fromkeys(guess[:rows, : drafting.r].ravel().tolist())
-            self.residency.request(layer + 1, list(own), kind="draft")
-        self.residency.prefetch([(layer, expert) for expert in dict.fromkeys(ids.ravel().tolist())])
-
-    def _prefer(self, layer: int, ids: Any, routing: tuple, gates: Any, drafting: Drafting):
-        """A draft pass's ids with residents first, on the host; ids and gates on the device."""
-        rows, gates = len(ids), np.array(gates)
-        how: Any = dict(r=drafting.r, ratio=drafting.resident)
-        order = residents_first(self.residency, layer, ids, gates[:rows], **how)
-        if (order[:, : drafting.r] < drafting.r).all():
-            return ids, *routing
-        padded = np.zeros(gates.shape, ids.dtype)
-        padded[:rows] = read = np.take_along_axis(ids, order, axis=1)
-        gates[:rows] = np.take_along_axis(gates[:rows], order, axis=1)
-        return read, *jax.device_put((padded, gates))
-
-    def _piece(self, arrivals: Arrivals) -> int:
-        """How many of the experts that are left go into the next step."""
-        left, most = len(arrivals), self.buckets[-1]
-        at_hand = arrivals.at_hand() if self.pieces else left
-        if at_hand == left or left <= min(self.pieces):
-            return min(left, most)
-        return next((p for p in reversed(self.pieces) if p <= at_hand), min(self.pieces))
-
-    def _take(self, arrivals: Arrivals, unique: list[int], size: int):
-        """Unique ids (padded with -1) on the device, and the experts (padded with the last one)."""
-        began = time.perf_counter()
-        experts = arrivals.take(len(unique))
-        self.clock.loads += time.perf_counter() - began
-        padding = size - len(unique)
-        unique_ids = jax.device_put(np.array(unique + [-1] * padding, np.int32))
-        return unique_ids, (*experts, *experts[-1:] * padding)
 
     def scores(self, x: Array, entered: Array) -> Array | None:
         """A draft pass's scores by the confidence head, from its residual stream at both ends."""

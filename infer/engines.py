@@ -19,6 +19,7 @@ from dejax.shapes import Pair
 from dejax.spec.budget import VerifyBudget
 from dejax.target import Target
 from infer.node_predictor import NodePredictor
+from infer.passes import Drafting, PassResult
 from infer.prefetch import Arrivals
 from infer.staging import DeviceForm
 
@@ -126,43 +127,23 @@ class EngineLike(Protocol):
 
     def begin(self) -> None: ...
 
-    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> Any: ...
+    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> PassResult: ...
 
     def warm_up(
-        self,
-        *,
-        rows: int,
-        r: int | None = None,
-        draft_rows: int = 0,
-        resident: float | None = None,
+        self, *, rows: int, drafting: Drafting | None = None, draft_rows: int = 0
     ) -> None: ...
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
-    ) -> Any: ...
+    ) -> PassResult: ...
 
     def keep_rows(self, rows: Sequence[int], *, start: int) -> None: ...
 
-    def draft_row(
-        self,
-        token: int,
-        *,
-        start: int,
-        r: int,
-        prefetch: bool = False,
-        resident: float | None = None,
-    ) -> Any: ...
+    def draft_row(self, token: int, *, start: int, drafting: Drafting) -> PassResult: ...
 
     def draft_level(
-        self,
-        tokens: Sequence[int],
-        *,
-        start: int,
-        parents: Sequence[int],
-        r: int,
-        prefetch: bool = False,
-        resident: float | None = None,
-    ) -> Any: ...
+        self, tokens: Sequence[int], *, start: int, parents: Sequence[int], drafting: Drafting
+    ) -> PassResult: ...
 
 
 OnLogits = Callable[[int, Float[np.ndarray, " V"]], None]
@@ -184,7 +165,7 @@ class Watched:
         self.draft_level = engine.draft_level
         self._tree_logits: Any = ()
 
-    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> Any:
+    def prefill(self, tokens: Sequence[int], *, start: int = 0) -> PassResult:
         """As `Engine.prefill`."""
         result = self._engine.prefill(tokens, start=start)
         self._on_logits(start + len(tokens), result.logits[0])
@@ -192,7 +173,7 @@ class Watched:
 
     def target_rows(
         self, tokens: Sequence[int], *, start: int, parents: Sequence[int] | None = None
-    ) -> Any:
+    ) -> PassResult:
         """As `Engine.target_rows`; a tree's logits are told by `keep_rows`."""
         result = self._engine.target_rows(tokens, start=start, parents=parents)
         self._tree_logits = result.logits

@@ -28,7 +28,7 @@ from dejax.export.gguf_file import gguf_package
 from dejax.export.provenance import without_folders, without_origin
 from dejax.export.torch_adapter import companions
 from dejax.target import Outline, load_tokenizer, model_folder, read_outline
-from infer.arguments import (
+from infer.argument_types import (
     Bytes,
     DraftSpec,
     Model,
@@ -36,8 +36,8 @@ from infer.arguments import (
     ParsedBy,
     Positional,
     did_you_mean,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.convert import copy_companions
 from infer.output import check_output, check_output_folder, check_room, make_folder, report

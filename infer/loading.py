@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dejax.target import Target, check_dtype, is_gguf, load_target, read_outline
 from infer.console import progress, say
-from infer.inspect import resident_params
+from infer.inspection import resident_params
 
 _MIB = 2**20
 

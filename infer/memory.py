@@ -32,7 +32,7 @@ from dejax.nn.attention import init_cache
 from dejax.target import STORE_DIR, Outline
 from infer.buckets import PREFILL_ROWS
 from infer.decoder import readers_of
-from infer.inspect import resident_params
+from infer.inspection import resident_params
 from infer.staging import DeviceForm, device_form
 from infer.units import format_bytes
 

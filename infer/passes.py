@@ -7,8 +7,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dejax.shapes import Pair
-from dejax.spec.substitute import prefer_resident
-from infer.engines import ResidencyLike
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,8 @@ class Drafting:
 
     Attributes:
       r: routed experts that a layer keeps.
-      prefetch: whether what a layer's router chooses is asked for at once.
+      prefetch: whether what a layer's router chooses is asked for at once, so that it comes while
+        the layers after it are computed, and so is what the pass itself will probably need next.
       resident: given, an expert that is not on the device gives way to one that is and whose gate
         is at least so many times its own (`dejax.spec.substitute`).
     """
@@ -84,17 +83,3 @@ def pass_result(
     first = [layer[list(rows)] for layer in gates]
     top = np.stack(first, axis=1) if first else np.zeros((len(rows), 0))
     return PassResult(logits, routes, top, used, rescued, hidden, scores)
-
-
-def residents_first(
-    residency: ResidencyLike,
-    layer: int,
-    ids: Int[np.ndarray, "R K"],
-    gates: Float[np.ndarray, "R K"],
-    *,
-    r: int,
-    ratio: float,
-) -> Int[np.ndarray, "R K"]:
-    """`prefer_resident` by what is on the device now. Gates weigh alike in all engines: float32."""
-    held = [[residency.is_resident((layer, e)) for e in row] for row in ids.tolist()]
-    return prefer_resident(gates.astype(np.float32), np.array(held), r=r, ratio=ratio)

@@ -6,6 +6,7 @@ required; drafts that depend on no clock are the same in both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dejax.shapes import Pair
@@ -13,6 +14,7 @@ from infer.decode import decode, make_drafter
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder
 from infer.engines import EngineLike
+from infer.passes import Drafting, PassResult
 from infer.report import rounds_of
 from infer.trace import Round
 
@@ -71,7 +73,8 @@ class _Told:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def draft_row(self, token: int, *, start: int, prefetch: bool = False, **how: Any) -> Any:
+    def draft_row(self, token: int, *, start: int, drafting: Drafting) -> PassResult:
         """As `Engine.draft_row`."""
         self.residency.tell(self._told.get(start + 1, frozenset()))
-        return self._engine.draft_row(token, start=start, **how)
+        drafting = replace(drafting, prefetch=False)
+        return self._engine.draft_row(token, start=start, drafting=drafting)

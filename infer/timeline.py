@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from infer.arguments import InputFile, NonNegativeInt, OutputFile, Positional, PositiveInt, parse
+from infer.argument_types import InputFile, NonNegativeInt, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import say
 from infer.plots import ACCENT, INK
 from infer.trace import Round, read_trace

@@ -20,6 +20,7 @@ from infer.buckets import ROW_BUCKETS
 from infer.drafters import Proposal
 from infer.engines import EngineLike
 from infer.node_predictor import NodePredictor
+from infer.passes import Drafting
 from infer.timing import Timings
 
 
@@ -211,12 +212,14 @@ class _Levels:
         for row in rows:
             self._parents.append(self._block[nodes[row - 1].parent] if row else -1)
             self._block[row] = len(self._block)
-        how: Any = dict(r=phase.r, prefetch=sure, resident=phase.resident)
+        drafting = Drafting(phase.r, sure, phase.resident)
         if rows[0] == 0:
-            result = engine.draft_row(self.tokens[-1], start=start, **how)
+            result = engine.draft_row(self.tokens[-1], start=start, drafting=drafting)
         else:
             level = [nodes[row - 1].token for row in rows]
-            result = engine.draft_level(level, start=start, parents=self._parents, **how)
+            result = engine.draft_level(
+                level, start=start, parents=self._parents, drafting=drafting
+            )
         seconds = time.perf_counter() - began
         phase.timings.draft_pass(seconds, waited=clock.loads - waited)
         self.passes += 1

@@ -18,21 +18,16 @@ from dejax.draft.expert import Draft
 from dejax.errors import FailedError, UsageError
 from dejax.spec.sampling import SamplingConfig
 from dejax.target import Target, read_outline
-from infer.arguments import (
-    DraftSpec,
-    InputFile,
-    Model,
-    OutputFile,
-    Positional,
-    parse,
-)
+from infer.argument_types import DraftSpec, InputFile, Model, OutputFile, Positional
+from infer.arguments import parse
+from infer.buckets import capacity_of
 from infer.console import print_table, progress, say
 from infer.decode_options import Mode, check_options
 from infer.decoder import Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.divergence import first_difference, judge
 from infer.engines import device_cache_bytes
-from infer.generate import capacity_of, generate
+from infer.generate import generate
 from infer.generation import Generation
 from infer.link import parse_link
 from infer.loading import load_shown

@@ -21,6 +21,7 @@ def warm_up(engine: Any, sizes: Sequence[int], *, levels: Sequence[int], r: int 
     `sizes` are the row counts of target passes and of chain drafts, `levels` those of a tree's
     later draft passes, r the routed experts that drafts keep (None: there are no such drafts).
     """
+    draft = next(iter(engine.experts.draft_params.values()), None)
     for size in dict.fromkeys([*sizes, *levels]):
         drafts = r is not None and size in (1, *levels)
         x, routed = _layers(engine, size, drafts=drafts)
@@ -30,7 +31,7 @@ def warm_up(engine: Any, sizes: Sequence[int], *, levels: Sequence[int], r: int 
             prefill = size == PREFILL_ROWS
             _counts(engine, routed, engine.target.config.moe.top_k, size, prefill=prefill)
         if routed and r is not None and drafts:
-            _counts(engine, routed, r, size, r=r, draft=engine.draft_params_of_first_layer)
+            _counts(engine, routed, r, size, r=r, draft=draft)
         engine.rows_logits(x, size, 1 if size == PREFILL_ROWS else size)
     for size in levels:
         engine.masks(level_of([], 0, (), size))
@@ -47,7 +48,7 @@ def _counts(
     draft: Params | None = None,
 ) -> None:
     """The expert steps of passes of up to `size` rows that each use `least` experts a layer."""
-    buckets, every = engine.buckets, engine.pieces
+    buckets, every = engine.experts.buckets, engine.experts.pieces
     # With more experts than a group holds, what is left for the last one may be any number.
     most = min(least * size, engine.target.config.moe.num_experts)
     pieces = {piece for piece in every if piece < most}
@@ -93,6 +94,6 @@ def _experts(
     always = engine.always(engine.target.config.moe_layers[0], h)
     experts = (zero,) * count
     for before in (None, h) if after else (None,):  # any array of a sum's shape
-        engine.add_experts(x, always, h, chosen, gates, ids, experts, before, draft, r=r)
+        engine.experts.add_step(x, always, h, chosen, gates, ids, experts, before, draft, r=r)
         if summed:
-            engine.sum_experts(h, chosen, gates, ids, experts, before, r=r)
+            engine.experts.sum_step(h, chosen, gates, ids, experts, before, r=r)

@@ -161,23 +161,16 @@ class WholePassEngine(Engine):
         """What `experts_of()` is passed, as arrays."""
         raise NotImplementedError
 
-    def warm_up(
-        self,
-        *,
-        rows: int,
-        r: int | None = None,
-        draft_rows: int = 0,
-        resident: float | None = None,
-    ) -> None:
+    def warm_up(self, *, rows: int, drafting: Drafting | None = None, draft_rows: int = 0) -> None:
         """As `Engine.warm_up`.
 
         The passes have no rows in use, so that no expert is asked for.
         """
         self.begin()
-        for size in [*self._sizes(rows, drafts=r is not None), PREFILL_ROWS]:
+        for size in [*self._sizes(rows, drafts=drafting is not None), PREFILL_ROWS]:
             self._run([], block_of([], 0, None, size), None, last=size == PREFILL_ROWS)
-        if r is not None:
-            drafting = Drafting(r, resident=resident)
+        if drafting is not None:
+            drafting = replace(drafting, prefetch=False)  # as `_pass` has it
             self._run([], block_of([], 0, None, 1), drafting)
             for size in self._draft_sizes(draft_rows):
                 self._run([], level_of([], 0, (), size), drafting)

@@ -26,7 +26,8 @@ from dejax.paths import shown
 from dejax.sharding import make_mesh
 from dejax.target import Target, load_target, load_tokenizer, model_folder
 from dejax.target import load_config as load_model_config
-from infer.arguments import Model, OutputFile, OutputFolder, PositiveInt, Settings, parse
+from infer.argument_types import Model, OutputFile, OutputFolder, PositiveInt, Settings
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.output import make_folder, report, write_json

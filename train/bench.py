@@ -18,7 +18,7 @@ from dejax.draft.expert import Draft
 from dejax.draft.predictor import ExpertPredictor
 from dejax.errors import FailedError, UsageError
 from dejax.target import Outline, Target, read_outline
-from infer.arguments import (
+from infer.argument_types import (
     DraftSpec,
     InputFile,
     Model,
@@ -29,8 +29,8 @@ from infer.arguments import (
     Positional,
     PositiveInt,
     choice,
-    parse,
 )
+from infer.arguments import parse
 from infer.bench_budget import ROWS, bench_budget, count_steps
 from infer.bench_decode import (
     LOADS,

@@ -30,15 +30,15 @@ from dejax.spec.calibration import (
 )
 from dejax.spec.confidence import REGIMES
 from dejax.target import Target, load_target, load_tokenizer, model_folder, read_outline
-from infer.arguments import (
+from infer.argument_types import (
     Model,
     OutputFile,
     OutputFolder,
     ParsedBy,
     PositiveFloat,
     PositiveInt,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.output import report

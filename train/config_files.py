@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
-from infer.arguments import choice, did_you_mean, integer, not_empty, number
+from infer.argument_types import choice, did_you_mean, integer, not_empty, number
 from infer.output import to_plain
 from train.config_types import group_of, short, wrong_types
 

@@ -1,4 +1,4 @@
-"""Token arrays on disk, rows of fixed length, and batches addressed by the training step.
+"""Token arrays on disk, their rows, and batches addressed by the training step.
 
     python -m train.data --out DIR FILE... [--exclude PROMPTS.jsonl]
 
@@ -30,8 +30,10 @@ import numpy as np
 from dejax.ckpt.tensor_files import read_json
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from infer.arguments import InputFile, OutputFolder, Positional, parse
+from infer.argument_types import InputFile, OutputFolder, Positional
+from infer.arguments import parse
 from train import text
+from train.rows import Batch, as_row, stack_rows
 from train.text import KINDS, Document
 from train.tokenizer import load_tokenizer, save_tokenizer, token_lengths, train_tokenizer
 
@@ -49,9 +51,6 @@ WEIGHTS = {
 
 MAX_CHAT_TOKENS = 1024  # a longer exchange would have its answer cut off from its question
 TOKENIZER_CHARS = 40_000_000  # text that the tokenizer is trained on, shared out by weight
-
-Batch = dict[str, np.ndarray]
-"""tokens, targets, segment_ids, positions: int32 [B, T]; mask: float32 [B, T], 1 = counts."""
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -239,43 +238,6 @@ class RowSource:
         return as_row(self._tokens[first:last], self._bounds, first, seq_len=self.seq_len)
 
 
-def as_row(
-    tokens: np.ndarray,
-    bounds: np.ndarray,
-    first: int,
-    *,
-    seq_len: int,
-    counts: np.ndarray | None = None,
-) -> Batch:
-    """A row of `seq_len` tokens, and as targets the ones after them.
-
-    Args:
-      tokens: int [n <= seq_len + 1], those from place `first` on; what is missing is padding.
-      bounds: int64 [m + 1], the places where documents begin, and where the last one ends.
-      counts: bool [n], whether each token counts as a target; None: all do.
-
-    The mask is 0 where target and token are of different documents.
-    """
-    n = len(tokens)
-    row = np.zeros(seq_len + 1, np.int32)
-    row[:n] = tokens
-    document = np.searchsorted(bounds, np.arange(first, first + n), side="right")
-    segments = np.zeros(seq_len + 1, np.int32)
-    segments[:n] = document - document[0] + 1
-    positions = np.zeros(seq_len + 1, np.int32)
-    positions[:n] = np.arange(first, first + n) - np.maximum(bounds[document - 1], first)
-    counted = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
-    if counts is not None:
-        counted[: n - 1] &= counts[1:]
-    return {
-        "tokens": row[:-1],
-        "targets": row[1:],
-        "segment_ids": segments[:-1],
-        "positions": positions[:-1],
-        "mask": counted.astype(np.float32),
-    }
-
-
 def make_source(tokens_dir: Path | str, seq_len: int, split: str = "train") -> dict[str, RowSource]:
     """Return the row source of each kind present in `tokens_dir/split`, by kind."""
     arrays = load_tokens(Path(tokens_dir) / split)
@@ -311,11 +273,6 @@ class BatchStream:
             raise UsageError(f"data: {rows} of a batch of {phase.batch_size} rows")
         first = (step - phase.start) * phase.batch_size
         return stack_rows([dataset[first + row] for row in rows])
-
-
-def stack_rows(rows: Sequence[Batch]) -> Batch:
-    """Rows as one batch."""
-    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def make_stream(

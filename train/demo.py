@@ -18,7 +18,8 @@ from dejax.errors import FailedError, UsageError
 from dejax.sharding import make_mesh
 from dejax.target import Target, load_target, model_folder, read_outline
 from dejax.target import load_config as load_model_config
-from infer.arguments import DraftSpec, Model, OutputFile, OutputFolder, parse
+from infer.argument_types import DraftSpec, Model, OutputFile, OutputFolder
+from infer.arguments import parse
 from infer.console import say
 from infer.html_page import write_page
 from infer.output import check_output_folder, make_folder, report, write_json

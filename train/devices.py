@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 
 from dejax.errors import FailedError, UsageError
-from infer.arguments import ParsedBy
+from infer.argument_types import ParsedBy
 from infer.console import be_quiet, say
 
 HEARTBEAT_SECONDS = 10

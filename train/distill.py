@@ -25,15 +25,8 @@ from dejax.model import Params
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
 from dejax.target import Target, load_tokenizer, model_folder, read_outline
 from dejax.target import load_config as load_model_config
-from infer.arguments import (
-    Config,
-    OutputFile,
-    OutputFolder,
-    Positional,
-    PositiveInt,
-    Settings,
-    parse,
-)
+from infer.argument_types import Config, OutputFile, OutputFolder, Positional, PositiveInt, Settings
+from infer.arguments import parse
 from infer.console import print_table
 from infer.output import check_output_folder, check_room, make_folder, report
 from infer.prompts import Speaker

@@ -18,19 +18,11 @@ import numpy as np
 
 from dejax.errors import UsageError
 from dejax.paths import kind_of
-from train.data import (
-    Batch,
-    BatchStream,
-    Phase,
-    heldout_rows,
-    load_tokens,
-    make_stream,
-    mix_sources,
-    stack_rows,
-)
+from train.data import BatchStream, Phase, heldout_rows, load_tokens, make_stream, mix_sources
 from train.document_files import HUB, find_files
 from train.encoding import LossOn
 from train.packed_rows import PackedRows, pad_rows, split_documents
+from train.rows import Batch, stack_rows
 from train.token_cache import TokenizedDocuments, check_vocabulary, open_documents
 
 HELD_OUT_ROWS = 64

@@ -21,7 +21,7 @@ from dejax.draft.expert import Draft
 from dejax.errors import UsageError
 from dejax.model import Params
 from dejax.target import Target, load_target, read_outline
-from infer.arguments import (
+from infer.argument_types import (
     DraftSpec,
     InputFile,
     Model,
@@ -30,8 +30,8 @@ from infer.arguments import (
     ParsedBy,
     Positional,
     PositiveInt,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.generate import generate
 from infer.output import report

@@ -22,11 +22,12 @@ import dejax
 from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.target import Target, load_target, model_folder
-from infer.arguments import Model, Positional, PositiveInt, parse
+from infer.argument_types import Model, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import say
 from infer.generate import generate
 from infer.generation import Generation
-from infer.inspect import inspect
+from infer.inspection import inspect
 from infer.output import to_plain, write_json
 from infer.prompts import encode_prompt, read_prompts
 from infer.report import distinct_ngrams

@@ -1,6 +1,6 @@
 """Tokenized documents as packed rows, for distillation and its evaluation.
 
-Rows are those of `train.data`: the documents are one sequence in a given order, cut every
+Rows are those of `train.rows`: the documents are one sequence in a given order, cut every
 `seq_len` tokens. Only the tokens of a row that is asked for are read.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dejax.errors import UsageError
-from train.data import Batch, as_row, stack_rows
+from train.rows import Batch, as_row, stack_rows
 from train.token_cache import TokenizedDocuments
 
 HELD_OUT_EVERY = 16

@@ -17,7 +17,8 @@ from typing import Any
 from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.paths import read_file
-from infer.arguments import InputFile, OutputFile, parse
+from infer.argument_types import InputFile, OutputFile
+from infer.arguments import parse
 from infer.bench_plots import plot_dense_and_moe, plot_suite
 from infer.bench_rows import COLUMNS
 from infer.console import say

@@ -30,7 +30,7 @@ from dejax.model import Params
 from dejax.pytree import pytree
 from dejax.sharding import draft_shardings, make_mesh, on_host, own_rows, place, place_rows
 from dejax.target import load_target, load_tokenizer, model_folder, read_outline
-from infer.arguments import (
+from infer.argument_types import (
     DraftSpec,
     Model,
     NonNegativeInt,
@@ -38,8 +38,8 @@ from infer.arguments import (
     OutputFolder,
     PositiveFloat,
     PositiveInt,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table, say
 from infer.decoder import Decoder
 from infer.expert_recall import NAMES, prediction_cost, recall_by_depth

@@ -27,15 +27,8 @@ from dejax.paths import kind_of
 from dejax.pytree import pytree
 from dejax.sharding import add_shards, make_mesh, per_shard, place_rows, replicated
 from dejax.target import load_target
-from infer.arguments import (
-    Config,
-    InputFolder,
-    OutputFile,
-    OutputFolder,
-    Positional,
-    Settings,
-    parse,
-)
+from infer.argument_types import Config, InputFolder, OutputFile, OutputFolder, Positional, Settings
+from infer.arguments import parse
 from infer.console import print_table
 from infer.output import make_folder, report
 from train.checkpoints import check_resume

@@ -30,7 +30,8 @@ from dejax.errors import UsageError
 from dejax.model import head_of
 from dejax.sharding import draft_shardings, make_mesh, row_sharding, target_shardings
 from dejax.target import load_config, model_folder
-from infer.arguments import Model, OutputFile, PositiveInt, parse
+from infer.argument_types import Model, OutputFile, PositiveInt
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.output import report
 from infer.units import format_percent

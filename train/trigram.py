@@ -18,7 +18,8 @@ from jaxtyping import Float, Int, UInt64
 
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from infer.arguments import InputFolder, Positional, parse
+from infer.argument_types import InputFolder, Positional
+from infer.arguments import parse
 from infer.output import write_json
 from train.data import TokenArrays, load_tokens
 from train.text import KINDS

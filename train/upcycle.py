@@ -27,7 +27,7 @@ from dejax.config import ModelConfig
 from dejax.errors import UsageError
 from dejax.paths import kind_of, shown
 from dejax.target import Target, is_gguf, load_target
-from infer.arguments import (
+from infer.argument_types import (
     InputFile,
     NonNegativeInt,
     OutputFile,
@@ -36,13 +36,13 @@ from infer.arguments import (
     Positional,
     PositiveInt,
     not_empty,
-    parse,
 )
+from infer.arguments import parse
 from infer.console import print_table, progress, say
 from infer.output import report
 from infer.units import format_bytes
-from train.data import Batch
 from train.model_folder import write_model_folder
+from train.rows import Batch
 from train.upcycle_layers import (
     BATCH,
     FOLDS,

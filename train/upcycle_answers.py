@@ -11,7 +11,8 @@ from typing import Any
 
 from dejax.cli import run_module
 from dejax.target import load_target
-from infer.arguments import InputFile, Model, OutputFile, Positional, PositiveInt, parse
+from infer.argument_types import InputFile, Model, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.console import progress
 from infer.generate import generate
 from infer.output import write_json

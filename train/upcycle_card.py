@@ -19,7 +19,8 @@ import numpy as np
 from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.paths import read_file
-from infer.arguments import InputFile, OutputFile, parse
+from infer.argument_types import InputFile, OutputFile
+from infer.arguments import parse
 from infer.console import say
 from infer.output import write_whole
 from infer.units import format_bytes, format_number

@@ -19,7 +19,7 @@ from dejax.config import ModelConfig
 from dejax.model import DecoderLayer, Params, attend_full, causal_mask, combine, split_layer
 from dejax.nn.experts import unique_weights
 from dejax.nn.router import Router
-from train.data import Batch
+from train.rows import Batch
 from train.upcycle_fit import Correction, Moments, RouterMoments, fit_correction, fit_router
 from train.upcycle_split import Activity, order_neurons
 

@@ -24,7 +24,7 @@ from dejax.routing.overlap import (
 )
 from dejax.target import Target
 from infer.console import progress
-from train.data import Batch
+from train.rows import Batch
 
 Numbers = dict[str, Any]
 BLOCKS = (4, 8)

@@ -17,7 +17,8 @@ from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.paths import kind_of, read_file, shown
 from dejax.target import load_target
-from infer.arguments import InputFile, Model, OutputFile, Positional, PositiveInt, parse
+from infer.argument_types import InputFile, Model, OutputFile, Positional, PositiveInt
+from infer.arguments import parse
 from infer.loading import load_shown
 from infer.output import report
 from train.heal import RECORD

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from dejax.errors import UsageError
-from train.data import Batch, as_row, stack_rows
 from train.document_files import Document, open_source
 from train.encoding import encode_documents
 from train.packed_rows import split_documents
+from train.rows import Batch, as_row, stack_rows
 
 LONGEST_WINDOW = 512
 """Tokens of a window; fewer where the model's context is shorter."""

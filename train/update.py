@@ -12,7 +12,7 @@ from dejax.model import Params
 from dejax.sharding import split_rows
 
 Batch = dict[str, Any]
-"""Packed rows, on the host or the device: the keys and shapes of `train.data.Batch`."""
+"""Packed rows, on the host or the device: the keys and shapes of `train.rows.Batch`."""
 
 
 def micro_batches(batch: Batch, count: int) -> Batch:

@@ -7,13 +7,8 @@ from typing import Annotated, Literal
 import pytest
 
 from dejax.errors import UsageError
-from infer import arguments
-from infer.arguments import (
-    Bytes,
-    ParsedBy,
-    Positional,
-    PositiveInt,
-)
+from infer import argument_types, arguments
+from infer.argument_types import Bytes, ParsedBy, Positional, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +130,11 @@ def test_help(capsys):
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
     [
-        (arguments.positive_int, "1", "0"),
-        (arguments.non_negative_int, "0", "-1"),
-        (arguments.positive_float, "0.1", "0"),
-        (arguments.non_negative_float, "0", "-0.1"),
-        (arguments.zero_to_one, "1", "1.1"),
+        (argument_types.positive_int, "1", "0"),
+        (argument_types.non_negative_int, "0", "-1"),
+        (argument_types.positive_float, "0.1", "0"),
+        (argument_types.non_negative_float, "0", "-0.1"),
+        (argument_types.zero_to_one, "1", "1.1"),
     ],
 )
 def test_ranges(function, good, bad):

@@ -60,7 +60,7 @@ def test_experts_that_come_one_by_one_give_the_same_tokens(shape, piece_bytes, m
         offload = Offload(device_cache=0, look_ahead=look_ahead)
         slow = Troubled(store, late)
         with Decoder(target, offload=offload, store=slow) as decoder:
-            assert decoder.engine.pieces  # pyright: ignore[reportAttributeAccessIssue]
+            assert decoder.engine.experts.pieces  # pyright: ignore[reportAttributeAccessIssue]
             assert tokens_of(decoder, options) == expected
         with Decoder(target, draft=draft, offload=offload, store=slow) as decoder:
             assert tokens_of(decoder, drafting) == expected

@@ -15,6 +15,7 @@ from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.generate import generate
+from infer.passes import Drafting
 from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
 from tests.infer.test_engine import compilations
 
@@ -113,7 +114,8 @@ def test_without_a_cache_the_first_pass_of_a_round_is_the_router_s(target):
             engine.prefill(PROMPT)
             residency.begin_round()
             assert not residency.resident()
-            found = [engine.draft_row(7, start=12 + i, r=1, resident=ratio) for i in range(3)]
+            drafting = Drafting(r=1, resident=ratio)
+            found = [engine.draft_row(7, start=12 + i, drafting=drafting) for i in range(3)]
             residency.end_round()
             return found
 
@@ -139,7 +141,7 @@ def test_a_pass_reads_the_substitute_with_the_substitutes_gate(target, engine):
         residency.acquire(first, [ranks[0][1][2]], kind="demand")
         residency.end_pass()
         residency.take_events()
-        result = made.draft_row(7, start=12, r=1, resident=RATIO)
+        result = made.draft_row(7, start=12, drafting=Drafting(r=1, resident=RATIO))
         residency.end_round()
         used = dict(sorted(result.used))
         assert used[first] == ranks[0][1][2]
@@ -151,7 +153,8 @@ def ranked(target, engine):
     layer = target.config.moe_layers[0]
     chosen, before = [], frozenset()
     for r in range(1, target.config.moe.top_k + 1):
-        used = {e for at, e in engine.draft_row(7, start=12, r=r).used if at == layer}
+        passed = engine.draft_row(7, start=12, drafting=Drafting(r))
+        used = {e for at, e in passed.used if at == layer}
         chosen += list(used - before)
         before = used
     return [(layer, chosen)]

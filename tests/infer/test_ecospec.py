@@ -20,7 +20,7 @@ from infer.bench_ecospec import replayed
 from infer.decode import decode, make_drafter
 from infer.decode_options import DecodeOptions, check_options
 from infer.decoder import Decoder, Offload, expert_store
-from infer.generate import Arguments
+from infer.generate_arguments import Arguments
 from infer.report import rounds_of, stats
 from infer.timing import Pace
 from tests.families.configurations import FIRST

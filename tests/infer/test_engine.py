@@ -26,6 +26,7 @@ from infer import buckets
 from infer import engine as engine_module
 from infer.decode_options import DecodeOptions, Mode
 from infer.decoder import Decoder
+from infer.passes import Drafting
 from tests.infer.random_target import (
     CONTEXT,
     SHAPES,
@@ -171,7 +172,7 @@ def test_padding_rows_change_nothing(engine, monkeypatch):
         assert result.used == frozenset().union(*result.routes)
     monkeypatch.setattr(engine_module, "ROW_BUCKETS", (9,))
     close(verify(engine, tokens).logits, five.logits)
-    monkeypatch.setattr(engine, "buckets", (SHAPES["shared"].moe.num_experts,))
+    monkeypatch.setattr(engine.experts, "buckets", (SHAPES["shared"].moe.num_experts,))
     close(verify(engine, tokens).logits, five.logits)
 
 
@@ -184,7 +185,8 @@ def test_experts_in_groups_add_up_to_the_same(engine, target, monkeypatch, sizes
         result = verify(decoder.engine, tokens, prompt=prompt)
         assert result.routes == expected.routes and result.used == expected.used
         close(result.logits, expected.logits)
-        close(decoder.engine.draft_row(3, start=145, r=3).logits, whole_after(decoder, prompt, 3))
+        drafted = decoder.engine.draft_row(3, start=145, drafting=Drafting(r=3))
+        close(drafted.logits, whole_after(decoder, prompt, 3))
 
 
 def whole_after(decoder, prompt, token):
@@ -196,7 +198,7 @@ def test_the_grid_of_sizes_has_no_doubles(target, monkeypatch):
     for sizes in [(1, 2), (1, 2, 8), (1, 2, 16)]:
         monkeypatch.setattr(buckets, "EXPERT_BUCKETS", sizes)
         with Decoder(target) as decoder:
-            grid = decoder.engine.buckets
+            grid = decoder.engine.experts.buckets
         assert list(grid) == sorted(set(grid)) and grid[-1] == min(8, sizes[-1])
 
 
@@ -213,7 +215,8 @@ def test_draft_rows_are_the_draft_path_after_a_target_prefix(target, with_draft,
         engine.residency.begin_round()
         engine.prefill(PROMPT)
         results = [
-            engine.draft_row(token, start=len(PROMPT) + i, r=r) for i, token in enumerate(tokens)
+            engine.draft_row(token, start=len(PROMPT) + i, drafting=Drafting(r))
+            for i, token in enumerate(tokens)
         ]
     expected = mixed_path(target, draft, PROMPT, tokens, r)
     close(np.concatenate([result.logits for result in results]), expected)

@@ -30,6 +30,7 @@ from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engines import ENGINES, EngineLike, ResidencyLike
 from infer.generate import generate
+from infer.passes import Drafting
 from infer.resident import load_resident
 from tests.families.configurations import FIRST, MOE_CONFIGS
 from tests.families.random_folder import raw_config, write_folder
@@ -161,7 +162,7 @@ def passes(folder, engine):
         d.residency.begin_round()
         prompt = d.engine.target_rows(list(range(3, 12)), start=0)
         tree = d.engine.target_rows(list(range(20, 29)), start=9, parents=TREE)
-        return prompt, tree, d.engine.draft_row(7, start=9, r=2)
+        return prompt, tree, d.engine.draft_row(7, start=9, drafting=Drafting(r=2))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dejax import cli
 from dejax.ckpt.expert_store import ExpertReadError, ExpertStore
 from dejax.errors import FailedError
 from dejax.spec.control import ControlConfig
+from infer import buckets
 from infer import generate as generate_module
 from infer.decode import decode, make_drafter
 from infer.decode_options import DecodeOptions
@@ -223,7 +224,7 @@ def test_under_random_faults_the_tokens_are_right_or_the_failure_is_clean(target
 @pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt()], ids=type)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_error_of_the_caller_leaves_no_thread_behind(target, error, at, monkeypatch):
-    monkeypatch.setattr(generate_module, "CAPACITY_STEP", CONTEXT)  # as above: nothing to compile
+    monkeypatch.setattr(buckets, "CAPACITY_STEP", CONTEXT)  # as above: nothing to compile
     seen = []
 
     def on_round(index, record):

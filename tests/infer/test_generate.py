@@ -13,6 +13,7 @@ from dejax.errors import FailedError, UsageError
 from dejax.spec.control import ControlConfig
 from dejax.spec.governor import Decision
 from dejax.target import load_target
+from infer import buckets
 from infer import generate as generate_module
 from infer.decode_options import Mode
 from infer.decoder import Decoder
@@ -122,7 +123,7 @@ def test_ends_near_the_context(target):
 def test_capacity_is_rounded_up_and_changes_nothing(target, monkeypatch):
     prompts = [[5] * 30, [6] * 7]
     expected = tokens_of(generate(target, prompts, max_new_tokens=20))
-    monkeypatch.setattr(generate_module, "CAPACITY_STEP", 50)  # exactly the longest
+    monkeypatch.setattr(buckets, "CAPACITY_STEP", 50)  # exactly the longest
     results = generate(target, prompts, max_new_tokens=20)
     assert tokens_of(results) == expected
     assert all(result.finish_reason == "length" for result in results)

@@ -15,7 +15,7 @@ from dejax.ckpt.hf_weights import abstract_model
 from dejax.cli import main
 from dejax.target import load_target
 from infer.convert import convert
-from infer.inspect import Part, inspect, resident_params
+from infer.inspection import Part, inspect, resident_params
 from tests.ckpt.gguf_files import random_llama, tensors_of, write
 from tests.families.random_folder import raw_config, write_folder
 from tests.infer.head_cases import random_head

@@ -24,7 +24,8 @@ from infer.decode import decode, make_drafter
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload, expert_store
 from infer.expert_recall import DEPTHS, NAMES, prediction_cost, recall_by_depth
-from infer.generate import Arguments, generate
+from infer.generate import generate
+from infer.generate_arguments import Arguments
 from infer.node_predictor import NodePredictor
 from infer.report import rounds_of
 from infer.timing import Pace

@@ -9,6 +9,7 @@ import pytest
 from dejax.model import logits_of
 from dejax.target import load_target
 from infer.decoder import Decoder
+from infer.passes import Drafting
 from tests.families.random_folder import raw_config, write_folder
 from tests.infer.random_target import SHAPES, VOCAB, draft_of, random_prompt, random_target
 from train.distill_step import paired_forward
@@ -48,7 +49,10 @@ def decoded_logits(target, draft):
         engine.begin()
         engine.residency.begin_round()
         engine.prefill(PROMPT)
-        rows = [engine.draft_row(t, start=len(PROMPT) + i, r=1) for i, t in enumerate(DRAFTED)]
+        rows = [
+            engine.draft_row(t, start=len(PROMPT) + i, drafting=Drafting(r=1))
+            for i, t in enumerate(DRAFTED)
+        ]
         engine.residency.end_round()
         return np.concatenate([row.logits for row in rows])
 

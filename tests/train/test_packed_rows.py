@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from dejax.errors import UsageError
 from tests.train.document_cases import tokenized
-from train.data import stack_rows
 from train.packed_rows import PackedRows, pad_rows, split_documents
+from train.rows import stack_rows
 
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda all_: sum(all_) > 1)
 

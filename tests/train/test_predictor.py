@@ -18,6 +18,7 @@ from dejax.draft.predictor import predictor_shapes
 from dejax.errors import UsageError
 from dejax.target import load_target
 from infer.decoder import Decoder
+from infer.passes import Drafting
 from tests.infer.random_target import SHAPES, VOCAB, draft_of, random_target
 from tests.infer.test_predictor import pairs_of, predictor_of
 from tests.train.small_model import write_documents, write_model
@@ -159,7 +160,7 @@ def test_what_is_learned_is_what_a_decode_sees():
             engine.residency.begin_round()
             engine.prefill(ids[:8])
             for place in range(8, 11):
-                passed = engine.draft_row(ids[place], start=place, r=1)
+                passed = engine.draft_row(ids[place], start=place, drafting=Drafting(r=1))
                 np.testing.assert_allclose(made.state[0, place], passed.hidden[0], rtol=1e-9)
                 chosen = pairs_of(target.config, np.asarray(made.parent[0, place]))
                 assert passed.routes[0] == chosen
