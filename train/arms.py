@@ -34,6 +34,7 @@ from infer.output import make_folder, report, write_json
 from train.config_files import load_config
 from train.devices import use_cpu_devices
 from train.distill import DistillConfig, distill, initial_draft, open_rows
+from train.distill_config import draft_config
 from train.distill_measures import decoded_stats, demo_text
 from train.document_files import open_source
 from train.documents import Data
@@ -170,7 +171,7 @@ def run_arms(
     data, out = open_rows(first, target), out / target.identity[:16]
     say("the target's own text, for simulated rounds")
     exam = Exam(teacher, target, data, demo_text(teacher, NEW_TOKENS))
-    r = first.draft.top_r
+    r = draft_config(first, target.config).top_r
     rows = [{"arm": f"top-{r}", "seed": 0} | exam.measure(None, None, r)]
     for seed in range(seeds):
         initial = None
