@@ -23,11 +23,7 @@ from tests.infer.random_target import SHAPES, draft_of, random_prompt, random_ta
 from tests.infer.residency_world import EXPECTED, STORE
 from tests.infer.test_faults import Troubled
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def tokens_of(decoder, options, length=140):

@@ -38,16 +38,7 @@ RULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return random_target("shared")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def options(sampling=GREEDY, **changed):

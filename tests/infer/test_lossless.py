@@ -50,10 +50,7 @@ HASTY = GovernorConfig(first_measure=1, measure=1, test=1, set=2, rest=2, longes
 """A governor that comes to every kind of phase within a few tokens."""
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,7 @@ FAMILIES = ("deepseek_v2", "qwen3_moe", "gpt_oss")
 CAPACITY, ROWS = 96, 17
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def tokens_of(trace):
@@ -55,12 +52,6 @@ def run(engine, prompt, *, mode="ar", tree="chain", drafter=None, new=16, **opti
     drafter = make_drafter(engine, options) if drafter is None else drafter
     with jax.transfer_guard("disallow"):
         return tuple(decode(engine, prompt, options, drafter=drafter))
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
 
 
 @pytest.fixture(scope="module")
