@@ -26,6 +26,10 @@ from tests.infer.test_faults import Troubled
 pytestmark = pytest.mark.usefixtures("x64")
 
 
+EXPERT_BYTES = 3 * 16 * 32 * 8
+OTHERS = [shape for shape in SHAPES if shape != "shared"]
+
+
 def tokens_of(decoder, options, length=140):
     trace = decoder.run(random_prompt(length), options)
     return [token for record in trace for token in record.emitted]
@@ -36,8 +40,14 @@ def late(pair):
     time.sleep(random.random() * 1e-3)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("piece_bytes", [1, 3 * 16 * 32 * 8 * 3])
+@pytest.mark.parametrize(
+    ("shape", "piece_bytes"),
+    [
+        ("shared", 3 * EXPERT_BYTES),
+        *(pytest.param(shape, EXPERT_BYTES * 3, marks=pytest.mark.slow) for shape in OTHERS),
+        *(pytest.param(shape, 1, marks=pytest.mark.slow) for shape in SHAPES),
+    ],
+)
 def test_experts_that_come_one_by_one_give_the_same_tokens(shape, piece_bytes, monkeypatch):
     target = random_target(shape)
     store = store_of(target)
