@@ -36,8 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Most of the time of the tests is the compiler's. `pytest --cache-clear` forgets it.
     """
-    place = os.environ.get(COMPILED) or str(config.cache.mkdir("compiled"))
-    os.environ[COMPILED] = place  # for processes that tests start
+    cache = getattr(config, "cache", None)
+    kept = f"{_CACHE.name}/compiled" if cache is None else str(cache.mkdir("compiled"))
+    place = os.environ.setdefault(COMPILED, kept)  # for processes that tests start, too
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(WORTH_KEEPING)
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)

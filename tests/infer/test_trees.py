@@ -340,7 +340,7 @@ def test_trees_change_no_token_where_all_is_resident(family_target, family):
 @pytest.mark.slow
 def test_after_warm_up_trees_compile_nothing():
     """Of dimensions that no other test uses, so that nothing has been compiled before."""
-    moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=6, top_k=2)
+    moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=4, top_k=2)
     config = dataclasses.replace(
         SHAPES["shared"], num_layers=2, width=56, vocab_size=48, context=CAPACITY, experts=moe
     )
