@@ -24,8 +24,24 @@ hypothesis.settings.register_profile("dejax", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("dejax")
 
 ON_REQUEST = ("gpu", "hf")
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+WORTH_KEEPING = 0.05
+"""Seconds of compiling."""
 MOST_MAPPINGS = 30_000
 """Linux allows a process 65,530; every compiled program takes three, and the next one aborts it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test compiles serves the others, those of other processes and later runs too.
+
+    Most of the time of the tests is the compiler's. `pytest --cache-clear` forgets it.
+    """
+    cache = getattr(config, "cache", None)
+    kept = f"{_CACHE.name}/compiled" if cache is None else str(cache.mkdir("compiled"))
+    place = os.environ.setdefault(COMPILED, kept)  # for processes that tests start, too
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(WORTH_KEEPING)
+    jax.config.update("jax_compilation_cache_dir", place)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,11 +23,11 @@ from tests.infer.random_target import SHAPES, draft_of, random_prompt, random_ta
 from tests.infer.residency_world import EXPECTED, STORE
 from tests.infer.test_faults import Troubled
 
+pytestmark = pytest.mark.usefixtures("x64")
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+
+EXPERT_BYTES = 3 * 16 * 32 * 8
+OTHERS = [shape for shape in SHAPES if shape != "shared"]
 
 
 def tokens_of(decoder, options, length=140):
@@ -40,8 +40,14 @@ def late(pair):
     time.sleep(random.random() * 1e-3)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("piece_bytes", [1, 3 * 16 * 32 * 8 * 3])
+@pytest.mark.parametrize(
+    ("shape", "piece_bytes"),
+    [
+        ("shared", 3 * EXPERT_BYTES),
+        *(pytest.param(shape, EXPERT_BYTES * 3, marks=pytest.mark.slow) for shape in OTHERS),
+        *(pytest.param(shape, 1, marks=pytest.mark.slow) for shape in SHAPES),
+    ],
+)
 def test_experts_that_come_one_by_one_give_the_same_tokens(shape, piece_bytes, monkeypatch):
     target = random_target(shape)
     store = store_of(target)

@@ -12,9 +12,10 @@ import pytest
 from dejax.errors import UsageError
 from dejax.spec.confidence import law_features
 from dejax.spec.control import ControlConfig
+from dejax.spec.governor import Governor
 from dejax.spec.sampling import SamplingConfig
 from dejax.spec.tree_options import parse_tree
-from infer.decode import decode
+from infer.decode import decode, make_drafter
 from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.decoding_arguments import DecodingArguments
@@ -38,16 +39,7 @@ RULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return random_target("shared")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def options(sampling=GREEDY, **changed):
@@ -59,21 +51,28 @@ def tokens_of(trace):
     return [token for record in trace for token in record.emitted]
 
 
+def run(decoder, how):
+    """As `Decoder.run`, which would compile all sizes of which few are needed."""
+    pace = Pace(governor=Governor() if how.governor else None)
+    drafter = make_drafter(decoder.engine, how)
+    return tuple(decode(decoder.engine, PROMPT, how, drafter=drafter, pace=pace))
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_no_word_of_a_head_changes_a_token(target, sampling):
-    with Decoder(target, draft=headed(target)) as decoder:
-        reference = tokens_of(decoder.run(PROMPT, options(sampling, mode="ar")))
+    # Target passes of one shape: compiling takes most of the time.
+    with Decoder(target, draft=headed(target), strict_rows=9) as decoder:
+        reference = tokens_of(run(decoder, options(sampling, mode="ar")))
         lengths = {}
         for confidence in ("head", "probability"):
             for name, control in RULES.items():
-                trace = decoder.run(
-                    PROMPT, options(sampling, control=control, confidence=confidence)
-                )
+                how = options(sampling, control=control, confidence=confidence)
+                trace = run(decoder, how)
                 assert tokens_of(trace) == reference, (name, confidence)
                 lengths[name, confidence] = [len(record.drafted) for record in trace]
             for mode, tree in (("draft-expert", "best8"), ("ecospec", "2x3:4")):
-                how = dict(mode=mode, tree=parse_tree(tree), confidence=confidence)
-                trace = decoder.run(PROMPT, options(sampling, **how))
+                way = dict(mode=mode, tree=parse_tree(tree), confidence=confidence)
+                trace = run(decoder, options(sampling, **way))
                 assert tokens_of(trace) == reference, (mode, confidence)
                 lengths[mode, confidence] = [record.parents for record in trace]
         for name in ("tau", "draft-expert", "ecospec"):  # or its word would not have counted
@@ -111,10 +110,10 @@ def test_without_a_head_or_unasked_drafts_are_as_ever(target, tree):
         (headed(target), "probability"),
     ):
         with Decoder(target, draft=draft) as decoder:
-            traces.append(without_times(decoder.run(PROMPT, replace(how, confidence=confidence))))
+            traces.append(without_times(run(decoder, replace(how, confidence=confidence))))
     assert traces[0] == traces[1] == traces[2]
     with Decoder(target, draft=headed(target)) as decoder:
-        asked = without_times(decoder.run(PROMPT, how))
+        asked = without_times(run(decoder, how))
     # A sampled tree goes by its own probabilities, head or none.
     assert (asked == traces[0]) == (tree != "chain")
 
@@ -124,9 +123,8 @@ def confidences(target, engine, cache, how):
     size = 8 * int(np.prod(target.config.expert_shape))
     offload = Offload(None if cache is None else cache * size, engine=engine)
     with Decoder(target, draft=headed(target), offload=offload) as decoder:
-        decoder.warm_up(how)
         with jax.transfer_guard("disallow"):
-            trace = decoder.run(PROMPT, how)
+            trace = run(decoder, how)
     return [record.confidences for record in trace]
 
 
@@ -152,7 +150,7 @@ def test_training_sees_what_the_decode_loop_asks(target, sampling):
     draft, length = headed(target), 3
     control = ControlConfig(draft_length=length, truncate=False)
     with Decoder(target, draft=draft) as decoder:
-        trace = decoder.run(PROMPT, options(sampling, control=control, max_new_tokens=24))
+        trace = run(decoder, options(sampling, control=control, max_new_tokens=24))
     answer = tokens_of(trace)
     teacher, embedding = as_teacher(target), np.asarray(target.model.embedding[...])
     outcomes = draft_outcomes(
@@ -199,7 +197,6 @@ def test_the_estimate_of_a_token_is_the_same_whatever_that_token_is(target):
     found = []
     for second in (3, 17, 40):
         with Decoder(target, draft=headed(target)) as decoder:
-            decoder.warm_up(how)
             drafter = Forced(PathDrafter(decoder.engine, 1), second)
             given = dict(drafter=drafter, pace=Pace())
             first = list(decode(decoder.engine, PROMPT, how, **given))[1]

@@ -28,7 +28,6 @@ from tests.infer.random_target import (
     VOCAB,
     draft_of,
     random_prompt,
-    random_target,
     with_eos,
 )
 
@@ -37,17 +36,7 @@ GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, seed=9)
 NEW = 10
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    """A target without end tokens."""
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")

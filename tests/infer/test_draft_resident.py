@@ -16,7 +16,7 @@ from infer.decoder import Decoder, Offload
 from infer.decoding_arguments import DecodingArguments
 from infer.generate import generate
 from infer.passes import Drafting
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
 from tests.infer.test_engine import compilations
 
 SAMPLINGS = (SamplingConfig(), SamplingConfig(temperature=1.0, seed=4, top_k=9))
@@ -25,16 +25,7 @@ RATIO = 0.0
 """Passes of the callback engine are compiled for each ratio: one does."""
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def open_decoder(target, *, cache, engine="host", mode="draft-expert"):
@@ -42,7 +33,7 @@ def open_decoder(target, *, cache, engine="host", mode="draft-expert"):
     size = np.dtype(np.float64).itemsize * int(np.prod(target.config.expert_shape))
     offload = Offload(None if cache is None else cache * size, engine=engine)
     draft = draft_of(target) if mode == "draft-expert" else None
-    return Decoder(target, draft=draft, offload=offload, capacity=64)
+    return Decoder(target, draft=draft, offload=offload)
 
 
 def rounds_of(decoder, ratio, *, mode="draft-expert", sampling=SAMPLINGS[0], prefetch=False, **how):

@@ -25,7 +25,7 @@ from infer.report import rounds_of, stats
 from infer.timing import Pace
 from tests.families.configurations import FIRST
 from tests.families.random_folder import raw_config, write_folder
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
 
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, seed=9)
 CAPACITY, ROWS = 96, 17
@@ -33,10 +33,7 @@ COSTS = (1.0, 0.3, 3.0)
 ECO = ["--mode", "ecospec", "--draft", "init"]
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def tokens_of(trace):
@@ -57,12 +54,6 @@ def run(decoder, prompt, *, mode="ecospec", tree="best8", new=24, pace=None, cos
     drafter = make_drafter(engine, options)
     with jax.transfer_guard("disallow"):
         return tuple(decode(engine, prompt, options, drafter=drafter, pace=pace))
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
 
 
 def decoder_of(target, draft, cache):

@@ -34,7 +34,7 @@ from infer.passes import Drafting
 from infer.resident import load_resident
 from tests.families.configurations import FIRST, MOE_CONFIGS
 from tests.families.random_folder import raw_config, write_folder
-from tests.infer.random_target import draft_of, random_prompt, random_target, store_of, with_eos
+from tests.infer.random_target import draft_of, random_prompt, random_target, store_of
 from tests.infer.test_engine import compilations
 from tests.infer.test_faults import Troubled, in_time, transfer_threads
 from tests.infer.test_quantized import quantised
@@ -44,16 +44,7 @@ MODES = ("ar", "top-r", "draft-expert")
 TOLERANCE = 1e-10
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def tokens_of(trace):

@@ -26,9 +26,7 @@ from tests.infer.random_target import (
     VOCAB,
     draft_of,
     random_prompt,
-    random_target,
     store_of,
-    with_eos,
 )
 from tests.train.small_model import write_model
 
@@ -36,16 +34,7 @@ PROMPT = random_prompt(12)
 CONTROL = ControlConfig(draft_length=4, truncate=False)
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from typing import Any
 
-import jax
 import pytest
 
 from dejax import cli
@@ -15,22 +14,13 @@ from infer.decode_options import DecodeOptions
 from infer.decoder import Decoder, Offload
 from infer.engine import Engine
 from infer.generate import generate
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
 
 PROMPTS = [random_prompt(12, seed=seed) for seed in range(3)]
 CONTROL = ControlConfig(draft_length=4, truncate=False)
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def traces(target, budget, *, mode: Any = "moe-spec", new=16, prompts=PROMPTS):

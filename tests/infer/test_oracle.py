@@ -14,21 +14,9 @@ from infer.decoder import Decoder, Offload, expert_store
 from infer.oracle import TrueRoutes
 from infer.report import rounds_of
 from infer.resident import load_resident
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import CONTEXT, draft_of, random_prompt
 
-CAPACITY = 96
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +24,14 @@ def decoder(target):
     with jax.enable_x64(True):
         offload = Offload(0, prefetch=0)  # so that runs do not depend on what comes when
         store = expert_store(target, Offload())
-        place = dict(offload=offload, capacity=CAPACITY, store=store, strict_rows=9)
+        place = dict(offload=offload, store=store, strict_rows=9)
         with Decoder(target, draft=draft_of(target), **place) as decoder:
             yield decoder
 
 
 @pytest.fixture
 def oracle(target):
-    return TrueRoutes(target, load_resident(target), CAPACITY)
+    return TrueRoutes(target, load_resident(target), CONTEXT)
 
 
 def options(**more):
@@ -114,7 +102,7 @@ def test_a_long_gap_is_filled_first(oracle):
     text, nodes = random_prompt(80), [Node(5, 0, 1, 0.5, 0.5), Node(6, 1, 2, 0.5, 0.25)]
     oracle(text[:10], nodes)
     after_gap = oracle(text, nodes)
-    fresh = TrueRoutes(oracle._engine.target, oracle._engine.residency, CAPACITY)
+    fresh = TrueRoutes(oracle._engine.target, oracle._engine.residency, CONTEXT)
     assert fresh(text, nodes) == after_gap
 
 

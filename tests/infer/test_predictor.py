@@ -30,16 +30,13 @@ from infer.node_predictor import NodePredictor
 from infer.report import rounds_of
 from infer.timing import Pace
 from infer.trace import read_trace, write_trace
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
 
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, seed=9)
 RULES = {"R0": ("match", GREEDY), "R4": ("R4", SAMPLED), "R5": ("match", SAMPLED)}
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def predictor_of(target, draft, *, seed=0):
@@ -63,15 +60,8 @@ def decoder_of(target, *, cache=0.0, engine="host"):
         draft=draft,
         predictor=predictor_of(target, draft),
         offload=Offload(size, engine=engine),
-        capacity=96,
         store=store,
     )
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
 
 
 @pytest.fixture(scope="module")

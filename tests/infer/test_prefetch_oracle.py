@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
+import jax
 import pytest
 
 from dejax.spec.control import ControlConfig
@@ -12,7 +12,9 @@ from infer.decoder import Decoder, Offload
 from infer.engines import EngineLike, ResidencyLike
 from infer.prefetch_oracle import _Told, required, told_run
 from infer.report import rounds_of
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
+
+pytestmark = pytest.mark.usefixtures("x64")
 
 PROMPT = random_prompt(12)
 OPTIONS = DecodeOptions(
@@ -24,11 +26,11 @@ OPTIONS = DecodeOptions(
 
 
 @pytest.fixture(scope="module")
-def decoder():
-    target = with_eos(random_target("shared", dtype=jnp.float32))
+def decoder(target):
     offload = Offload(prefetch=2**30)
-    with Decoder(target, draft=draft_of(target), offload=offload, capacity=64) as decoder:
-        yield decoder
+    with jax.enable_x64(True):
+        with Decoder(target, draft=draft_of(target), offload=offload) as decoder:
+            yield decoder
 
 
 def test_the_verification_s_experts_are_prefetched_and_no_others(decoder):

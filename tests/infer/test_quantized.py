@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,10 +18,7 @@ from tests.infer.random_target import draft_of, random_prompt, random_target
 PROMPT = random_prompt(9)
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def quantised(target, encoding):

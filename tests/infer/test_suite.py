@@ -29,10 +29,10 @@ def results(target):
     suite = Suite(target, draft_of(target), PROMPTS, 6, parse_link("sim:1"))
     runs = [
         Run("AR", "ar"),
-        Run("top-1, K=4", "top-r"),
-        Run("draft", "draft-expert", truncate=True, prefetch=True, cache=0.5),
+        Run("top-1, K=2", "top-r", draft_length=2),
+        Run("draft", "draft-expert", draft_length=2, truncate=True, prefetch=True, cache=0.5),
         Run("AR", "ar", temperature=0.8),
-        Run("draft", "draft-expert", temperature=0.8),
+        Run("draft", "draft-expert", draft_length=2, temperature=0.8),
     ]
     return run_all(suite, runs)
 

@@ -16,7 +16,7 @@ from infer.decoder import Decoder, Offload
 from infer.prefetch import LoadEvent
 from infer.report import stats
 from infer.trace import SCHEMA, Round, from_record, read_trace, to_record, write_trace
-from tests.infer.random_target import draft_of, random_prompt, random_target, with_eos
+from tests.infer.random_target import draft_of, random_prompt
 
 PROMPT = random_prompt(40)
 CONTROLS = {
@@ -39,12 +39,6 @@ RUNS = [
     dict(mode="draft-expert", r=1, control="random"),
     dict(mode="n-gram", control="fixed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
 
 
 def run(target, *, mode, r=1, control="fixed", prefetch=True, cache: int | None = 0, **sampling):

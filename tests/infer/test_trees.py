@@ -35,10 +35,7 @@ FAMILIES = ("deepseek_v2", "qwen3_moe", "gpt_oss")
 CAPACITY, ROWS = 96, 17
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def tokens_of(trace):
@@ -55,12 +52,6 @@ def run(engine, prompt, *, mode="ar", tree="chain", drafter=None, new=16, **opti
     drafter = make_drafter(engine, options) if drafter is None else drafter
     with jax.transfer_guard("disallow"):
         return tuple(decode(engine, prompt, options, drafter=drafter))
-
-
-@pytest.fixture(scope="module")
-def target():
-    with jax.enable_x64(True):
-        return with_eos(random_target("shared"))
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +340,7 @@ def test_trees_change_no_token_where_all_is_resident(family_target, family):
 @pytest.mark.slow
 def test_after_warm_up_trees_compile_nothing():
     """Of dimensions that no other test uses, so that nothing has been compiled before."""
-    moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=6, top_k=2)
+    moe = dataclasses.replace(SHAPES["shared"].moe, num_experts=4, top_k=2)
     config = dataclasses.replace(
         SHAPES["shared"], num_layers=2, width=56, vocab_size=48, context=CAPACITY, experts=moe
     )

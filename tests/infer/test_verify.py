@@ -61,7 +61,7 @@ def test_a_real_difference_fails_the_gate(model, monkeypatch, capsys):
         return found
 
     monkeypatch.setattr(program, "generate", wrong)
-    status, result = verify(model)
+    status, result = verify(model, "--draft-length", "1")
     assert status == 1 and result is not None
     (divergence,) = result["rows"][0]["divergences"]
     assert (divergence["id"], divergence["index"], divergence["float64_verdict"]) == (

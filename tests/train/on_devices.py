@@ -7,16 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-
-CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
-    Path(tempfile.gettempdir()) / "dejax-tests-compiled"
-)
-"""What any of these processes compiled serves the others."""
 
 FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Small programs: most of their time is the compiler's."""
@@ -32,12 +26,10 @@ with open(sys.argv[4], "w") as file:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process, with these packages and one cache of what is compiled."""
+    """That of this process, with these packages and a compiler in a hurry."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {
         "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_COMPILATION_CACHE_DIR": CACHE,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "XLA_FLAGS": FAST_COMPILER,
     }
     return {**os.environ, **own, **more}

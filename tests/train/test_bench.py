@@ -11,6 +11,7 @@ from dejax.cli import main
 from dejax.errors import UsageError
 from dejax.spec.budget import Rank
 from infer.bench_budget import budgets, name_of
+from infer.bench_decode import LOADS
 from infer.bench_limits import Limits
 from infer.bench_plots import lines_of
 from infer.bench_rows import Row, spread
@@ -62,7 +63,8 @@ def test_lines_are_told_apart_by_what_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if suite != "trees"])
-def test_every_suite_runs_and_makes_a_page(suite, tmp_path, capsys):
+def test_every_suite_runs_and_makes_a_page(suite, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("train.bench.LOADS", LOADS[::2])  # each is waited for in full
     options = ["--draft", "init", "--count", "1", "--max-new-tokens", "12", "--repeats", "1"]
     assert main(["bench", suite, *options, "--out", str(tmp_path)]) == 0
     assert "tiny" in capsys.readouterr().out

@@ -6,27 +6,33 @@ import json
 import pytest
 
 from dejax import cli
+from infer.suite import standard_runs
 from train import demo
 from train.closed_form import InitConfig
 from train.config_files import load_config
 from train.loop import LoopConfig
 
 
-@pytest.mark.slow
-def test_demo_end_to_end(monkeypatch, tmp_path, capsys):
-    short = dataclasses.replace(
+@pytest.fixture
+def short(monkeypatch):
+    """Few steps on short rows, and few tokens of one prompt."""
+    config = dataclasses.replace(
         load_config("distill_tiny"),
         loop=LoopConfig(steps=3, log_every=1),
         init=InitConfig(tokens=2048),
         seq_len=128,
     )
-    monkeypatch.setattr(demo, "load_config", lambda name: short)
+    monkeypatch.setattr(demo, "load_config", lambda name: config)
     original = demo.decode_prompts
 
     def fewer(target, draft, **settings):
-        return original(target, draft, **(settings | {"count": 2, "tokens": 8}))
+        return original(target, draft, **(settings | {"count": 1, "tokens": 8}))
 
     monkeypatch.setattr(demo, "decode_prompts", fewer)
+
+
+@pytest.mark.slow
+def test_demo_end_to_end(short, tmp_path, capsys):
     results = tmp_path / "results.json"
     status = cli.main(["demo", "--out", str(tmp_path / "out"), "--json", str(results)])
     shown = capsys.readouterr()
@@ -59,13 +65,11 @@ def test_demo_end_to_end(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_demo_takes_ready_draft_experts(monkeypatch, tmp_path, capsys):
-    original = demo.decode_prompts
-
-    def fewer(target, draft, **settings):
-        return original(target, draft, **(settings | {"count": 1, "tokens": 4}))
-
-    monkeypatch.setattr(demo, "decode_prompts", fewer)
+def test_demo_takes_ready_draft_experts(short, monkeypatch, tmp_path, capsys):
+    # The other runs do not depend on where the draft experts are from.
+    names = ("AR", "top-1, K=4", "draft-expert, K=4")
+    few = [run for run in standard_runs(6, every_seeded=False) if run.name in names]
+    monkeypatch.setattr(demo, "standard_runs", lambda top_k, every_seeded: few)
     out = tmp_path / "out"
     assert cli.main(["demo", "--draft", "init:3", "--out", str(out)]) == 0
     found = json.loads((out / "demo.json").read_text())

@@ -253,6 +253,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, pair, batch_at, config, tmp
     assert equal(trained, whole)
 
 
+@pytest.mark.slow
 def test_other_models_or_settings_are_another_run(straight, pair, batch_at, config):
     workdir = straight[0]
     dense = replace(pair, identities=pair.identities | {"dense": "other"})
@@ -347,6 +348,7 @@ def test_transformers_computes_the_same(healed):
     assert np.abs(np.asarray(ours(TOKENS)) - reference.logits(theirs, TOKENS)).max() < 2e-4
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_is_trained_and_what_it_takes(file, pair, tmp_path, capsys):
     found = tmp_path / "plan.json"
     assert dejax(["distill", str(file), "--dry-run", "--json", str(found)]) == 0

@@ -8,13 +8,20 @@ import pytest
 
 from dejax.ckpt.draft_state import load_draft, save_draft
 from dejax.spec.control import ControlConfig
+from infer import generate as generate_module
 from infer.generate import generate
 from infer.report import stats
-from tests.infer.random_target import SHAPES, draft_of, random_prompt, random_target
+from tests.infer.random_target import CONTEXT, SHAPES, draft_of, random_prompt, random_target
 from train.simulate import simulate, simulated_metrics, write_greedily
 from train.teacher import as_teacher
 
 PROMPTS = [random_prompt(length, seed=length) for length in (9, 3, 14, 6)]
+
+
+@pytest.fixture(autouse=True)
+def one_capacity(monkeypatch):
+    """That of other tests of these targets, which have it compiled."""
+    monkeypatch.setattr(generate_module, "CAPACITY_STEP", CONTEXT)
 
 
 @pytest.fixture(autouse=True)
