@@ -138,6 +138,7 @@ def test_weights_are_held_as_asked(folder, target, dtype):
     assert held.compute_dtype == jnp.float32 and held.identity == target.identity
 
 
+@pytest.mark.slow
 def test_short_weights_are_computed_with_in_float32(folder, target):
     logits = load_target(folder, "bfloat16")(TOKENS)
     assert logits.dtype == jnp.float32

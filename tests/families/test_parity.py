@@ -49,7 +49,8 @@ def prefilled(case):
     return make
 
 
-@pytest.mark.parametrize("name", slow_unless(DEEPSEEK_V2))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_then_token_by_token(case, prefilled, name):
     """Rows over the cache give the logits and the experts of the whole sequence."""
     rows, logits = prefilled(name, 0)

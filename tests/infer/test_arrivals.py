@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 EXPERT_BYTES = 3 * 16 * 32 * 8
-OTHERS = [shape for shape in SHAPES if shape != "shared"]
 
 
 def tokens_of(decoder, options, length=140):
@@ -40,14 +39,9 @@ def late(pair):
     time.sleep(random.random() * 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("shape", "piece_bytes"),
-    [
-        ("shared", 3 * EXPERT_BYTES),
-        *(pytest.param(shape, EXPERT_BYTES * 3, marks=pytest.mark.slow) for shape in OTHERS),
-        *(pytest.param(shape, 1, marks=pytest.mark.slow) for shape in SHAPES),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("piece_bytes", [1, 3 * EXPERT_BYTES])
 def test_experts_that_come_one_by_one_give_the_same_tokens(shape, piece_bytes, monkeypatch):
     target = random_target(shape)
     store = store_of(target)
@@ -87,6 +81,7 @@ def test_looking_ahead_brings_experts_before_they_are_asked_for():
         assert decoder.residency.device_bytes == 0
 
 
+@pytest.mark.slow
 def test_after_warm_up_pieces_compile_nothing(monkeypatch):
     monkeypatch.setattr(buckets, "PIECE_BYTES", 1)
     target = random_target("shared")

@@ -144,6 +144,7 @@ def test_all_engines_and_caches_ask_the_same(target, engine, cache, tree):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_training_sees_what_the_decode_loop_asks(target, sampling):
     """The passes over whole texts, and the rounds: the same estimate of every token reached."""

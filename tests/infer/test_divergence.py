@@ -36,6 +36,7 @@ def test_equal_tokens_are_no_divergence(target):
     assert judge(target, PROMPT, [1, 2], [1, 2], SamplingConfig(), id="a") is None
 
 
+@pytest.mark.slow
 def test_another_token_is_real(target, ranked):
     found = judge(target, PROMPT, ranked[:1], ranked[5:6], SamplingConfig(), id="a")
     assert found is not None and found.float64_verdict == "real" and found.margin > NEAR_TIE

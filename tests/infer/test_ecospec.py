@@ -73,10 +73,9 @@ def decoders(target):
             decoder.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["R0", "R5"])
-@pytest.mark.parametrize(
-    "length", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, CAPACITY - 6))]
-)
+@pytest.mark.parametrize("length", [20, 1, CAPACITY - 6])
 def test_expert_cost_changes_no_token(decoders, length, sampling):
     pace = Pace()  # what is learned goes from decode to decode
     prompt = random_prompt(length)

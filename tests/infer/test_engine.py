@@ -73,6 +73,7 @@ def close(a, b, tolerance=TOLERANCE):
 # Rows.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 128, 129, 260])
 def test_a_prompt_of_any_number_of_blocks(engine, target, length):
     prompt = random_prompt(length)
@@ -196,6 +197,7 @@ def test_the_grid_of_sizes_has_no_doubles(target, monkeypatch):
 # The draft path.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("with_draft", "r"), [(False, 1), (False, 2), (True, 1), (True, 3)])
 def test_draft_rows_are_the_draft_path_after_a_target_prefix(target, with_draft, r):
     draft = draft_of(target) if with_draft else None

@@ -293,6 +293,7 @@ def test_a_converted_model_decodes_like_the_folder_it_is_from(converted, capsys)
     assert tokens == tokens[:1] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ar", "top-r"])
 def test_a_flipped_byte_ends_the_program_with_one_line(converted, capsys, mode):
     """Every record of a layer has a byte flipped: which expert is read first does not matter."""

@@ -97,6 +97,7 @@ def tokens_of(trace):
     return [token for record in trace for token in record.emitted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_trained_predictor_changes_no_token(decoders, rule):
     pace, prompt, (name, sampling) = Pace(), random_prompt(20), RULES[rule]

@@ -46,6 +46,7 @@ def test_every_run_is_held_against_its_own_reference(results):
     assert tokens[0] != tokens[3]  # the seeded runs have a reference of their own
 
 
+@pytest.mark.slow
 def test_rows_say_what_was_run(results):
     row = results[2].row
     assert row["mode"] == "draft-expert" and row["options"]["cache"] == 0.5

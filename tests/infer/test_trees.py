@@ -96,9 +96,8 @@ def family_target(tmp_path_factory):
     return families(tmp_path_factory.mktemp("families"))
 
 
-@pytest.mark.parametrize(
-    "family", [FAMILIES[2], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_a_tree_is_the_row_of_its_chain(family_target, family):
     """At every depth, with windows shorter than the tree's path, and siblings in any order."""
     target = family_target(family)

@@ -51,6 +51,7 @@ def test_float64_needs_no_setting_and_sampling_is_compared_too(model):
     assert [row["identical"] for row in result["rows"][:2]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_real_difference_fails_the_gate(model, monkeypatch, capsys):
     original = program.generate
 

@@ -171,6 +171,7 @@ def weighted(outputs):
     return jnp.vdot(outputs, slopes)
 
 
+@pytest.mark.slow
 def test_ragged_and_blocks_have_the_same_gradients(any_stack):
     rows = elsewhere(20, 3, 7)
     ragged, blocks = (gradients_of(*rows, any_stack, method=method) for method in METHODS)
@@ -201,6 +202,7 @@ def in_turn(monkeypatch):
     experts_of_tokens.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [routed, elsewhere])
 def test_blocks_in_turn_are_blocks_side_by_side(any_stack, in_turn, case):
     h, ids, gates = rows = case(20, 3, 8)

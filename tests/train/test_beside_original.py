@@ -32,6 +32,7 @@ def moved(target, size):
     return dataclasses.replace(target, routed=routed)
 
 
+@pytest.mark.slow
 def test_the_same_weights_cost_nothing(target, batches):
     found = beside_original(target, target, batches)
     assert found["agreement"] == 1 and abs(found["kl"]) < 1e-6

@@ -90,6 +90,7 @@ def test_greedy_picking_beats_taking_the_first():
     assert explained(gram, cross, picked) > explained(gram, cross, np.arange(6))
 
 
+@pytest.mark.slow
 def test_zero_fit_copies_neurons_and_changes_nothing(teacher, batches):
     params, left = fit(teacher, batches[:1], fit="zero")
     assert params["weights"].shape == (2, 3, 24, 32) and (params["gamma"] == 1).all()

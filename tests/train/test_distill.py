@@ -69,6 +69,7 @@ def straight(target, batch_at, tmp_path_factory):
     return workdir, draft, log, (before, bytes_of(target))
 
 
+@pytest.mark.slow
 def test_the_draft_gets_nearer_and_the_target_stays(straight, target, batch_at):
     _, draft, log, (before, after) = straight
     assert before == after

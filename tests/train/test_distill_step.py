@@ -125,7 +125,8 @@ def terms_and_jacobian():
     return jax.jit(terms), jax.tree.map(lambda *rows: jnp.stack(rows), *each)
 
 
-@pytest.mark.parametrize("r", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("r", [1, 2])
 def test_losses_are_those_of_plain_networks(x64, r):
     target, params, batch = case()
     layers = target.config.moe_layers
@@ -139,7 +140,8 @@ def test_losses_are_those_of_plain_networks(x64, r):
     np.testing.assert_allclose(metrics["agreement"], expected["agreement"], rtol=1e-11)
 
 
-@pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "gamma"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights", "gamma"])
 def test_gradients_by_finite_differences(x64, name):
     _, params, _ = case()
     terms, jacobian = terms_and_jacobian()
@@ -246,6 +248,7 @@ def test_the_targets_stream_is_the_targets():
     assert 0 < totals.agreement.mean < 1 and totals.logit.mean > 0
 
 
+@pytest.mark.slow
 def test_all_experts_kept_is_the_target_itself():
     target = random_target("shared", dtype=jnp.float32)
     teacher = as_teacher(target)

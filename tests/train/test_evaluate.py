@@ -25,6 +25,7 @@ def batches(teacher):
     return [random_batch(teacher.config, rows=2, length=20, seed=seed) for seed in range(3)]
 
 
+@pytest.mark.slow
 def test_batches_are_weighted_by_what_they_count(teacher, batches):
     empty = batches[0] | {key: jnp.zeros_like(batches[0][key]) for key in ("mask", "segment_ids")}
     parts = [teacher_forced(teacher, None, [batch]) for batch in batches]

@@ -57,12 +57,13 @@ def decoded_logits(target, draft):
         return np.concatenate([row.logits for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "shared",  # latent attention, a dense layer first
-        pytest.param("qwen3-moe-sparse", marks=pytest.mark.slow),  # windows, dense layers between
-        pytest.param("gpt-oss", marks=pytest.mark.slow),  # sinks, a window in every other layer
+        "qwen3-moe-sparse",  # windows, dense layers between
+        "gpt-oss",  # sinks, a window in every other layer
     ],
 )
 def test_a_block_sees_what_it_sees_in_the_decode_loop(name, tmp_path):

@@ -59,6 +59,7 @@ def unequal(path: str | Path, mesh, dtype: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_arrays_are_those_of_load_target(tmp_path, name, dtype):

@@ -113,6 +113,7 @@ def test_no_array_of_all_logits_is_made(rows):
         assert f"f32[{rows_held},{V}]" not in jaxpr and f"f32[6,4,{V}]" not in jaxpr
 
 
+@pytest.mark.slow
 def test_sums_over_shards_are_the_sums_over_the_whole(rows):
     head, teacher, student, targets, mask = rows
 

@@ -243,6 +243,7 @@ def test_a_trigram_table_of_other_text_is_refused(folders, teacher, tmp_path):
 # --- routed experts --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_arms_are_the_models_they_are_called(teacher, held, numbers):
     arms = numbers["arms"]
     assert list(arms) == ["full", "shared only", "shared + top-1", "routing shuffled"]

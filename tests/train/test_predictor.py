@@ -94,6 +94,7 @@ def test_the_gradient_is_that_of_finite_differences():
             np.testing.assert_allclose(float(slope), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_totals_are_counted_one_by_one():
     with jax.enable_x64(True):
         config, rng = SHAPES["shared"], np.random.default_rng(1)
@@ -121,6 +122,7 @@ def test_totals_are_counted_one_by_one():
             np.testing.assert_allclose(totals[name].sum, sums, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_where_experts_follow_from_the_token_they_are_all_foretold():
     target = by_token_alone()
     draft = draft_of(target)

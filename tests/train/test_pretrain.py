@@ -143,6 +143,7 @@ def test_losses_of_the_router():
     assert float(load_balance(skewed, load, jnp.ones((1, 1)))[0]) == pytest.approx(2.8)
 
 
+@pytest.mark.slow
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     params = {"embedding": jnp.ones((6, 4)), "up": jnp.zeros((3, 4)), "norm": jnp.ones(4)}
     rng = np.random.default_rng(0)

@@ -50,7 +50,8 @@ def counted(rounds):
     return [[(r.committed, r.accepted, r.emitted, r.finish_reason) for r in p] for p in rounds]
 
 
-@pytest.mark.parametrize("draft_length", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_length", [3, 1])
 def test_rounds_are_those_of_the_decode_loop(draft_length):
     target = random_target("shared")  # with end tokens that it does write
     draft = draft_of(target)
