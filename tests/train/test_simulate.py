@@ -8,7 +8,7 @@ import pytest
 
 from dejax.ckpt.draft_state import load_draft, save_draft
 from dejax.spec.control import ControlConfig
-from infer import generate as generate_module
+from infer import buckets
 from infer.generate import generate
 from infer.report import stats
 from tests.infer.random_target import CONTEXT, SHAPES, draft_of, random_prompt, random_target
@@ -21,7 +21,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (9, 3, 14, 6)]
 @pytest.fixture(autouse=True)
 def one_capacity(monkeypatch):
     """That of other tests of these targets, which have it compiled."""
-    monkeypatch.setattr(generate_module, "CAPACITY_STEP", CONTEXT)
+    monkeypatch.setattr(buckets, "CAPACITY_STEP", CONTEXT)
 
 
 @pytest.fixture(autouse=True)
