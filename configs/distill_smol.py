@@ -2,10 +2,10 @@
 
 Command:   dejax distill distill_smol --set target=smol-moe
            (target: what `dejax upcycle` or a healing wrote)
-Hardware:  2 CPU cores, 15 to 25 seconds a step; memory by the plan: `--dry-run`.
-Expected:  at 384 shared neurons and 36 experts of 32, 18 of them chosen, healed, the first 48 steps
-           (decay_steps=30) take KL from 0.87 to 0.40 and agreement from 56 to 71 %, and drafts of 4
-           from 2.54 to 2.88 tokens a round.
+Hardware:  2 CPU cores, 15 to 25 seconds a step on busy ones; memory by the plan: `--dry-run`.
+Expected:  not run to its end by us yet. With loop.steps=48 optimizer.decay_steps=30, at 384 shared
+           neurons and 36 experts of 32, 18 of them chosen, healed: KL from 0.87 to 0.40, agreement
+           from 56 to 71 %, drafts of 4 from 2.54 to 2.88 tokens a round.
 
 Experts are small here: the first 3 of 18 are the share that the first of 6 is in DeepSeek-V2-Lite.
 """
