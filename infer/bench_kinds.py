@@ -134,7 +134,10 @@ def measure(args: Arguments) -> dict[str, Any]:
     results = run_all(suite, runs(args.draft_length, args.temperature))
     rows = [row for result in results for row in by_kind(result, kinds)]
     options = {"draft_length": args.draft_length, "max_new_tokens": args.max_new_tokens}
-    return {"model": target.name, "draft": str(args.draft), "options": options, "rows": rows}
+    facts = {"width": draft.config.width, "top_r": draft.config.top_r}
+    facts["steps"] = draft.training.get("loop", {}).get("steps")
+    found = {"model": target.name, "draft": str(args.draft), "draft_experts": facts}
+    return found | {"options": options, "rows": rows}
 
 
 def main(argv: list[str]) -> int:

@@ -41,8 +41,9 @@ speaks; not a model to prefer to it. The checkpoint is not kept with the project
 
 Every number and answer below was written by programs; none was edited. *Agreement*: the share of
 tokens whose most likely successor is the dense model's. *KL*: of its law from the dense model's,
-nats a token. *Active*: neurons of a MoE layer that a token uses. Nothing was fitted on the text
-that is measured on. This file is written by `python -m train.upcycle_card`.
+nats a token. *Active*: neurons of a MoE layer that a token uses. A MoE is called by its *S/E/k*,
+shared neurons / routed experts / chosen ones, and the tokens of text that it was fitted on. Nothing
+was fitted on the text that is measured on. This file is written by `python -m train.upcycle_card`.
 """
 
 ROUTING = """\
@@ -62,7 +63,8 @@ times. *Tokens*: of all steps. [How](upcycling.md#healing).
 """
 
 ARMS = """\
-DraftExpert's ablation (arXiv 2607.24434, Table 5) on {target}: {steps} steps an arm{settings}.
+DraftExpert's ablation (arXiv 2607.24434, Table 5) on {target}:
+{steps} steps an arm{settings}.
 *Agree*, *router*, *prefetch*: teacher-forced on held-out text, in percent (agreement with the full
 MoE, of the draft router's experts with the target's, and recall of what a verification needs). The
 rest: the decode loop, drafts of a fixed length; *accepted* is the share of drafted tokens, *a1* to
@@ -70,9 +72,11 @@ rest: the decode loop, drafts of a fixed length; *accepted* is the share of draf
 """
 
 KINDS = """\
-Decoding {model} with the draft experts of the last arm, drafts of {draft_length}, at most
-{max_new_tokens} new tokens, by kind of prompt (`python -m infer.bench_kinds`). *= AR*: all prompts
-of the run had the tokens of autoregressive decoding. *MB*: bytes of experts moved, a token.
+Decoding {target} with draft experts of width {width}{trained}, that keep the first
+{top_r} of the routed ones: drafts of {draft_length}, at most
+{max_new_tokens} new tokens, by kind of prompt
+(`python -m infer.bench_kinds`). *= AR*: all prompts of the run had the tokens of autoregressive
+decoding. *MB*: bytes of experts moved, a token.
 """
 
 SHARED_HALF = """\
@@ -103,6 +107,8 @@ class Arguments:
     """Result of `python -m train.arms --json` on one of the MoEs."""
     kinds: InputFile | None = None
     """Result of `python -m infer.bench_kinds --json` with its draft experts."""
+    drafts_of: InputFile | None = None
+    """The one of --runs that --arms and --kinds are of; the folder's name is told otherwise."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -118,9 +124,10 @@ def _cell(value: Any) -> str:
 
 
 def name_of(run: Run) -> str:
-    """Such as `384/36/18, uncorrected, seed 1`: what tells runs apart."""
+    """Such as `384/36/18, 57 k, uncorrected, seed 1`: what tells runs apart."""
     layout, options = run["layout"], run["options"]
     parts = [f"{layout['shared']}/{layout['experts']}/{layout['top_k']}"]
+    parts += [f"{options['--tokens'] / 1e3:.0f} k"]
     parts += [] if options["--correct"] else ["uncorrected"]
     parts += [f"seed {options['--seed']}"] if options["--seed"] else []
     parts += [f"healed {healed_tokens(run) / 1e3:.0f} k"] if "healing" in run else []
@@ -135,14 +142,13 @@ def healed_tokens(run: Run) -> int:
 
 def quality_table(runs: Sequence[Run]) -> str:
     """Against the dense model, all text together."""
-    columns = ["S/E/k", "active", "fitted on", "agreement", "KL", "perplexity", "dense", "tokens"]
+    columns = ["S/E/k", "active", "agreement", "KL", "perplexity", "dense", "tokens"]
     rows = []
     for run in runs:
         found = run["quality"]["all"]
         keys = ("agreement", "kl", "perplexity", "dense_perplexity", "tokens")
         active = f"{run['layout']['active_share']:.1%}"
-        fitted_on = run["options"]["--tokens"]
-        rows.append([name_of(run), active, fitted_on, *(found[key] for key in keys)])
+        rows.append([name_of(run), active, *(found[key] for key in keys)])
     return table(columns, rows)
 
 
@@ -242,12 +248,20 @@ def arms_table(found: dict[str, Any]) -> str:
     return table(["arm", "seeds", *(heading for heading, _ in ARM_COLUMNS.values())], rows)
 
 
-def arms_text(found: dict[str, Any]) -> str:
-    """The ablation, with what was done."""
+def arms_text(found: dict[str, Any], target: str) -> str:
+    """The ablation on `target`, with what was done."""
     settings = ", ".join(f"`{setting}`" for setting in found.get("settings", ()))
     told = f", with {settings}" if settings else ""
-    about = ARMS.format(target=found["target"], steps=found["steps"], settings=told)
+    about = ARMS.format(target=target, steps=found["steps"], settings=told)
     return f"{about}\n{arms_table(found)}"
+
+
+def acceptance_text(found: dict[str, Any], target: str) -> str:
+    """Acceptance by kind of prompt on `target`, with what was done."""
+    draft = found["draft_experts"]
+    trained = f", trained for {draft['steps']} steps" if draft["steps"] else ""
+    facts = {"width": draft["width"], "top_r": draft["top_r"], "trained": trained}
+    return f"{KINDS.format(target=target, **facts, **found['options'])}\n{acceptance_table(found)}"
 
 
 def acceptance_table(found: dict[str, Any]) -> str:
@@ -297,6 +311,7 @@ def render(
     note: str | None,
     arms: dict[str, Any] | None,
     kinds: dict[str, Any] | None,
+    drafts_of: Run | None,
 ) -> str:
     """The card as Markdown."""
     healed = [run for run in runs if "healing" in run]
@@ -307,9 +322,9 @@ def render(
     parts += ["## Routing\n", ROUTING, routing_table(runs), DRAFTS, draft_table(runs)]
     if arms or kinds:
         parts += ["## Draft experts\n", SHARED_HALF]
-    parts += [arms_text(arms)] if arms else []
-    if kinds:
-        parts += [KINDS.format(model=kinds["model"], **kinds["options"]), acceptance_table(kinds)]
+    named = name_of(drafts_of) if drafts_of else None
+    parts += [arms_text(arms, named or arms["target"])] if arms else []
+    parts += [acceptance_text(kinds, named or kinds["model"])] if kinds else []
     parts += ["## Fits\n", FITS, fit_table(fitted)] if fitted else []
     parts += ["## Healing\n", HEALING, healing_table(healed)] if healed else []
     if answers:
@@ -339,7 +354,9 @@ def main(argv: list[str]) -> int:
     arms = _read(args.arms, dict, "a result of `python -m train.arms`") if args.arms else None
     what = "a result of `python -m infer.bench_kinds`"
     kinds = _read(args.kinds, dict, what) if args.kinds else None
-    write_whole(args.out, render(runs, found, args.note, arms, kinds).encode())
+    drafts_of = read_run(args.drafts_of) if args.drafts_of else None
+    card = render(runs, found, args.note, arms, kinds, drafts_of)
+    write_whole(args.out, card.encode())
     say(f"card: {args.out}")
     return 0
 
