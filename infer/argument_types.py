@@ -68,6 +68,12 @@ def non_negative_int(text: str) -> int:
     return _checked(integer(text), text, lambda value: value >= 0, "a whole number >= 0")
 
 
+def drafted_tokens(text: str) -> int:
+    """New tokens of a run that is to draft: the last one is never drafted, nor the first."""
+    expected = "3 or more, the fewest with which a token is drafted"
+    return _checked(integer(text), text, lambda value: value >= 3, expected)
+
+
 def positive_float(text: str) -> float:
     """A number > 0."""
     return _checked(number(text), text, lambda value: value > 0, "a number > 0")
@@ -98,6 +104,7 @@ def choice(values: Iterable[Any]) -> Callable[[str], Any]:
 
 Bytes = Annotated[int | None, ParsedBy(parse_bytes, "BYTES", format_bytes)]
 PositiveInt = Annotated[int, ParsedBy(positive_int, "INT")]
+DraftedTokens = Annotated[int, ParsedBy(drafted_tokens, "INT")]
 NonNegativeInt = Annotated[int, ParsedBy(non_negative_int, "INT")]
 PositiveFloat = Annotated[float, ParsedBy(positive_float, "FLOAT")]
 NonNegativeFloat = Annotated[float, ParsedBy(non_negative_float, "FLOAT")]

@@ -20,7 +20,6 @@ from dejax.ckpt.draft_state import resolve_draft
 from dejax.ckpt.predictor_file import load_predictor
 from dejax.cli import run_module
 from dejax.config import ModelConfig
-from dejax.errors import UsageError
 from dejax.spec.ecospec import (
     PREDICTORS,
     Candidates,
@@ -32,7 +31,14 @@ from dejax.spec.ecospec import (
 from dejax.spec.expert_use import ExpertGrid, ExpertUse
 from dejax.spec.tree import Node, Paid, accepted_path, depths, full_tree, most_confident
 from dejax.target import read_outline
-from infer.argument_types import DraftSpec, InputFile, Model, OutputFile, Positional, PositiveInt
+from infer.argument_types import (
+    DraftedTokens,
+    DraftSpec,
+    InputFile,
+    Model,
+    OutputFile,
+    Positional,
+)
 from infer.arguments import parse
 from infer.console import print_table
 from infer.link import parse_link
@@ -60,19 +66,12 @@ class Arguments:
     """A model, as for `dejax generate`."""
     prompts: InputFile | None = None
     """Prompts as JSON lines; those that come with dejax unless given."""
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: DraftedTokens = 64
     """New tokens of a prompt at most."""
     predictor: InputFile | None = None
     """A trained predictor of experts, to measure beside the others."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
-
-    def __post_init__(self):
-        if self.max_new_tokens < 3:
-            raise UsageError(
-                f"--max-new-tokens {self.max_new_tokens}: expected 3 or more, the fewest with "
-                "which a token is drafted"
-            )
 
 
 def choosing_seconds(*, repeats: int = 50) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from dejax.ckpt.draft_state import resolve_draft
 from dejax.cli import run_module
-from dejax.errors import FailedError, UsageError
+from dejax.errors import FailedError
 from dejax.target import read_outline
 from infer.argument_types import (
+    DraftedTokens,
     DraftSpec,
     InputFile,
     OutputFile,
@@ -50,7 +51,7 @@ class Arguments:
     given."""
     per_kind: PositiveInt = 4
     """Prompts of each kind, at most."""
-    max_new_tokens: PositiveInt = 48
+    max_new_tokens: DraftedTokens = 48
     """New tokens of a prompt at most."""
     draft_length: PositiveInt = 4
     """Tokens of a draft."""
@@ -58,13 +59,6 @@ class Arguments:
     """Of the sampled runs."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
-
-    def __post_init__(self):
-        if self.max_new_tokens < 3:
-            raise UsageError(
-                f"--max-new-tokens {self.max_new_tokens}: expected 3 or more, the fewest with "
-                "which a token is drafted"
-            )
 
 
 def first_of_each_kind(
