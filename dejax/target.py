@@ -242,7 +242,11 @@ def read_outline(path: str | Path) -> Outline:
 
 
 def _name(path: str | Path, folder: Path) -> str:
-    return "tiny" if str(path) == "tiny" else folder.resolve().name
+    if str(path) == "tiny":
+        return "tiny"
+    whole = folder.resolve()
+    # A run of training keeps the model that it made as `model`: the run's name tells them apart.
+    return whole.parent.name if whole.name == "model" else whole.name
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -122,6 +122,11 @@ def test_a_name_for_the_embedded_target(folder, monkeypatch):
     assert model_folder("tiny") == folder and dejax.load_target("tiny").name == "tiny"
 
 
+def test_a_model_of_a_run_has_the_runs_name(folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "healed" / "model")
+    assert dejax.load_target(model).name == "healed"
+
+
 def test_what_a_target_is(target, folder):
     assert target.name == "small" and target.tokenizer is None and target.store is None
     assert target.config == load_config(folder) and target.routed.keys() == {1, 2}

@@ -6,7 +6,6 @@ python -m train.upcycle_answers DENSE MOE... --out ANSWERS.json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dejax.cli import run_module
@@ -40,8 +39,9 @@ def answers(models: Sequence[str], records: Sequence[Any], *, tokens: int) -> li
     found = [{key: r[key] for key in ("id", "category", "prompt") if key in r} for r in records]
     with progress("answering", len(models), "models") as bar:
         for place, model in enumerate(models):
-            texts = generate(load_target(model), records, max_new_tokens=tokens, device_cache=None)
-            name = "dense" if place == 0 else Path(model).name
+            target = load_target(model)
+            texts = generate(target, records, max_new_tokens=tokens, device_cache=None)
+            name = "dense" if place == 0 else target.name
             for record, answer in zip(found, texts, strict=True):
                 record.setdefault("answers", {})[name] = answer.text
             bar.advance(1, model=name)
