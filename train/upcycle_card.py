@@ -24,6 +24,7 @@ from infer.arguments import parse
 from infer.console import say
 from infer.output import write_whole
 from infer.units import format_bytes, format_number
+from train.card_pieces import prose
 from train.upcycle_quality import read_run
 
 Run = dict[str, Any]
@@ -88,6 +89,7 @@ it on 45 to 48 % of tokens; the shares of these models are in a table above.
 FITS = """\
 *Gap*: after the last layer, the squared distance of the states from the dense model's, relative to
 their square, on windows left out of the fit; *before*: without the last layer's correction.
+*Seconds* are of these runs, with whatever else the machine was doing.
 """
 
 
@@ -252,8 +254,8 @@ def arms_text(found: dict[str, Any], target: str) -> str:
     """The ablation on `target`, with what was done."""
     settings = ", ".join(f"`{setting}`" for setting in found.get("settings", ()))
     told = f", with {settings}" if settings else ""
-    about = ARMS.format(target=target, steps=found["steps"], settings=told)
-    return f"{about}\n{arms_table(found)}"
+    about = prose(ARMS.format(target=target, steps=found["steps"], settings=told))
+    return f"{about}\n\n{arms_table(found)}"
 
 
 def acceptance_text(found: dict[str, Any], target: str) -> str:
@@ -261,16 +263,18 @@ def acceptance_text(found: dict[str, Any], target: str) -> str:
     draft = found["draft_experts"]
     trained = f", trained for {draft['steps']} steps" if draft["steps"] else ""
     facts = {"width": draft["width"], "top_r": draft["top_r"], "trained": trained}
-    return f"{KINDS.format(target=target, **facts, **found['options'])}\n{acceptance_table(found)}"
+    about = prose(KINDS.format(target=target, **facts, **found["options"]))
+    return f"{about}\n\n{acceptance_table(found)}"
 
 
 def acceptance_table(found: dict[str, Any]) -> str:
-    """Acceptance by kind of prompt, of runs with drafts."""
+    """Acceptance by kind of prompt, of runs with drafts; of others what all prompts came to."""
     rows = []
     for row in found["rows"]:
-        if row["acceptance_rate"] is None:
+        accepted = row["acceptance_rate"]
+        if accepted is None and row["kind"] != "all":
             continue
-        cells = [row["kind"], row["prompts"], f"{row['acceptance_rate']:.1%}"]
+        cells = [row["kind"], row["prompts"], None if accepted is None else f"{accepted:.1%}"]
         cells += [row["tokens_per_round"], row["bytes_per_token"] / 1e6]
         rows.append([row["run"], *cells, "yes" if row["identical_to_ar"] else "no"])
     return table(["run", "kind", "prompts", "accepted", "tokens a round", "MB", "= AR"], rows)

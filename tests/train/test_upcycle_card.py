@@ -55,15 +55,18 @@ def test_a_card_says_what_was_measured(tmp_path):
     row = dict(run="draft experts, greedy", kind="code", prompts=4, acceptance_rate=0.5)
     row |= dict(tokens_per_round=2.5, bytes_per_token=2e6, identical_to_ar=True)
     plain = row | dict(run="AR", acceptance_rate=None)
-    kinds = dict(model="small", options=dict(draft_length=4, max_new_tokens=9), rows=[plain, row])
+    whole = plain | dict(run="AR of all", kind="all", tokens_per_round=1.0)
+    kinds = dict(
+        model="small", options=dict(draft_length=4, max_new_tokens=9), rows=[plain, row, whole]
+    )
     kinds["draft_experts"] = dict(width=64, top_r=3, steps=110)
     (tmp_path / "kinds.json").write_text(json.dumps(kinds))
     argv += ["--arms", str(tmp_path / "arms.json"), "--kinds", str(tmp_path / "kinds.json")]
     upcycle_card.main([*argv, "--out", str(out), "--note", "Take this one."])
     text = out.read_text()
     upcycle_card.main([*argv, "--out", str(tmp_path / "named.md"), "--drafts-of", str(files[2])])
-    named = (tmp_path / "named.md").read_text()
-    assert "on 384/36/18, 4 k, healed 20 k:\n7 steps an arm" in named
+    named = " ".join((tmp_path / "named.md").read_text().split())
+    assert "on 384/36/18, 4 k, healed 20 k: 7 steps an arm" in named
     assert "Decoding 384/36/18, 4 k, healed 20 k with" in named
     assert "# Small.gguf as a mixture of experts" in text and "Take this one." in text
     assert "| 384/36/18, 4 k | 62.5% | 0.8 | 0.125 | 7.25 | 6 | 100 |" in text
@@ -75,11 +78,12 @@ def test_a_card_says_what_was_measured(tmp_path):
     assert "| 384/36/18, 4 k, healed 20 k | 62.5% |" in text
     told = "| 384/36/18, 4 k, healed 20 k | routers, norms | 2.5 M | 20 | 20480 | 0.0002 | 0.01 |"
     assert told in text and text.count("2 GiB") == 2  # a healing has no fits
-    assert "on small:\n7 steps an arm, with `draft.width=64`." in text
+    told = " ".join(text.split())
+    assert "on small: 7 steps an arm, with `draft.width=64`." in told
     assert "| + residual | 2 | 0.25 | 50 | - | - | - | 75 |" in text
     assert "| draft experts, greedy | code | 4 | 50.0% | 2.5 | 2 | yes |" in text
-    assert "draft experts of width 64, trained for 110 steps, that keep the first\n3 of" in text
-    assert "| AR |" not in text
+    assert "draft experts of width 64, trained for 110 steps, that keep the first 3" in text
+    assert "| AR |" not in text and "| AR of all | all | 4 | - | 1 | 2 | yes |" in text
 
 
 @pytest.mark.slow
