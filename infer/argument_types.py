@@ -136,6 +136,12 @@ def _output_file(text: str) -> Path:
     return Path(text)
 
 
+def _named_file(text: str) -> Path:
+    if text == "-":
+        raise UsageError("this is not written to standard output; expected a file's name")
+    return _output_file(text)
+
+
 def _output_folder(text: str) -> Path:
     check_output_folder(text)
     return Path(text)
@@ -147,6 +153,8 @@ InputFolder = Annotated[Path, ParsedBy(_input_folder, "DIR")]
 """A folder that is there."""
 OutputFile = Annotated[Path, ParsedBy(_output_file, "FILE")]
 """A place where a file can be written, or `-`, which is standard output."""
+NamedFile = Annotated[Path, ParsedBy(_named_file, "FILE")]
+"""A place where a file can be written that has others beside it, or is no text."""
 OutputFolder = Annotated[Path, ParsedBy(_output_folder, "DIR")]
 """A place where a folder can be made or is."""
 Model = Annotated[str, ParsedBy(not_empty, "MODEL")]

@@ -130,8 +130,8 @@ def measure(args: Arguments) -> dict[str, Any]:
     options = {"draft_length": args.draft_length, "max_new_tokens": args.max_new_tokens}
     facts = {"width": draft.config.width, "top_r": draft.config.top_r}
     facts["steps"] = draft.training.get("loop", {}).get("steps")
-    found = {"model": target.name, "draft": str(args.draft), "draft_experts": facts}
-    return found | {"options": options, "rows": rows}
+    found = {"model": target.name, "identity": target.identity, "draft": str(args.draft)}
+    return found | {"draft_experts": facts, "options": options, "rows": rows}
 
 
 def main(argv: list[str]) -> int:

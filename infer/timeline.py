@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from infer.argument_types import InputFile, NonNegativeInt, OutputFile, Positional, PositiveInt
+from infer.argument_types import InputFile, NamedFile, NonNegativeInt, Positional, PositiveInt
 from infer.arguments import parse
 from infer.console import say
 from infer.plots import ACCENT, INK
@@ -40,7 +40,7 @@ class Arguments:
 
     trace: Positional[InputFile]
     """A trace of `dejax generate --trace`."""
-    out: OutputFile
+    out: NamedFile
     """The picture to write, as PNG."""
     id: str | None = None
     """Which prompt; the first unless given."""

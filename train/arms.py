@@ -265,7 +265,7 @@ def train_ablation(target: Target, name: str, **options: Any) -> dict[str, Any]:
     settings = options.get("settings", ())
     steps = _config("arm_router", name, 0, options["steps"], settings).loop.steps
     found = {"steps": steps, "settings": list(settings), "rows": rows, "arms": summary(rows)}
-    return {"target": target.name} | found
+    return {"target": target.name, "identity": target.identity} | found
 
 
 def check_target(name: str) -> None:

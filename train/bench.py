@@ -79,8 +79,9 @@ class Arguments:
     """Arguments of `dejax bench`."""
 
     suite: Positional[Annotated[str, ParsedBy(choice(SUITES), "|".join(SUITES))]]
-    """What to measure: links, decoding, systems of draft trees side by side, passes of drafting and
-    of verification, cache sizes, what a lossy verification costs, or a step of distillation."""
+    """What to measure: link, decode(ing), trees (systems of draft trees side by side), passes of
+    draft(ing) and verify(ing), cache (sizes), budget (what a lossy verification costs), or train
+    (a step of distillation)."""
     model: Model = "tiny"
     """A Hugging Face or converted folder, tiny, or synthetic:CONFIG[:layers=N] (random weights of a
     true shape, for transfers and computation only)."""

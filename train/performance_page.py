@@ -17,7 +17,7 @@ from typing import Any
 from dejax.cli import run_module
 from dejax.errors import UsageError
 from dejax.paths import read_file
-from infer.argument_types import InputFile, OutputFile
+from infer.argument_types import InputFile, NamedFile
 from infer.arguments import parse
 from infer.bench_plots import plot_dense_and_moe, plot_suite
 from infer.bench_rows import COLUMNS
@@ -65,7 +65,7 @@ class Arguments:
 
     results: tuple[InputFile, ...]
     """Files of `dejax bench --json` or `--out`, in the order of the page."""
-    out: OutputFile
+    out: NamedFile
     """The page to write."""
 
 

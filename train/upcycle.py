@@ -46,13 +46,12 @@ from train.rows import Batch
 from train.upcycle_layers import (
     BATCH,
     FOLDS,
-    LayerReport,
     Windows,
     dense_layer,
     upcycle_layer,
 )
 from train.upcycle_measure import Numbers, compare
-from train.upcycle_state import Options, Unfinished
+from train.upcycle_state import Options, Unfinished, finished_layers
 from train.upcycle_target import (
     Layout,
     assemble,
@@ -60,7 +59,7 @@ from train.upcycle_target import (
     dense_config,
     raw_config,
 )
-from train.upcycle_text import LONGEST_WINDOW, calibration_windows, held_out_windows
+from train.upcycle_text import LONGEST_WINDOW, calibration_windows, check_apart, held_out_windows
 
 Source = Annotated[str, ParsedBy(not_empty, "DENSE")]
 
@@ -204,15 +203,13 @@ def fit_layers(
 
 def write_moe(
     dense: Target, raw: dict[str, Any], state: Unfinished, out: Path, *, source: str, dtype: Any
-) -> list[LayerReport]:
-    """Writes the checkpoint of finished layers, tokenizer included; what their fits came to."""
+) -> None:
+    """Writes the checkpoint of finished layers, tokenizer included."""
     config = families.model_config(raw)
-    found = {layer: state.read_layer(layer) for layer in config.moe_layers}
-    layers = {layer: routed for layer, (routed, _) in found.items()}
+    layers = {layer: state.read_layer(layer)[0] for layer in config.moe_layers}
     model, stacks = assemble(dense.model, config, layers, dtype)
     beside = dense.tokenizer if is_gguf(source) else Path(source)
     write_model_folder(out, raw, model, stacks, dtype=dtype, source=beside)
-    return [fit for _, fit in found.values()]
 
 
 def check_vocabulary(dense: Target) -> None:
@@ -233,9 +230,11 @@ def upcycle(args: Arguments) -> Numbers:
       UsageError: the model, the layout, the text or what is there already does not fit.
     """
     began = time.perf_counter()
-    if kind_of(args.out) is not None:
-        raise UsageError(f"{shown(args.out)} exists already; remove it or choose another folder")
     config = dense_config(args.dense)
+    # A run that is stopped while it measures has written its folder already.
+    written = kind_of(args.out) is not None
+    if written and finished_layers(args.out) < config.num_layers:
+        raise UsageError(f"{shown(args.out)} exists already; remove it or choose another folder")
     layout = choose_layout(
         config.dense_width,
         config.num_layers,
@@ -247,6 +246,7 @@ def upcycle(args: Arguments) -> Numbers:
     say(f"loading {args.dense}")
     dense, dtype = load_target(args.dense), jnp.dtype(args.dtype)
     check_vocabulary(dense)
+    check_apart(args.calibration, args.held_out)
     batch, rows = read_calibration(dense, args)
     options = options_of(dense, layout, args, batch)
     held_out = held_out_windows(
@@ -267,10 +267,13 @@ def upcycle(args: Arguments) -> Numbers:
         correct=args.correct,
         seed=args.seed,
     )
-    fits = write_moe(dense, raw, state, args.out, source=args.dense, dtype=dtype)
-    state.remove()
+    if not written:
+        write_moe(dense, raw, state, args.out, source=args.dense, dtype=dtype)
     fitted = time.perf_counter() - began
     moe = load_target(args.out, args.dtype)
+    measured = compare(dense, moe, held_out, arms=args.effort.arms)
+    fits = [state.read_layer(layer)[1] for layer in moe.config.moe_layers]
+    state.remove()
     return {
         "out": args.out,
         "identity": moe.identity,
@@ -279,7 +282,7 @@ def upcycle(args: Arguments) -> Numbers:
         "layout": asdict(layout) | {"active_share": layout.active_share},
         "layers": fits,
         "fit_seconds": fitted,
-        **compare(dense, moe, held_out, arms=args.effort.arms),
+        **measured,
         "seconds": time.perf_counter() - began,
         "peak_memory_bytes": peak_memory(),
     }

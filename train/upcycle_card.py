@@ -7,7 +7,6 @@ ANSWERS.json what `train.upcycle_answers` wrote. `--arms` and `--kinds` are of d
 results of `train.arms` and `infer.bench_kinds`.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,13 @@ import numpy as np
 
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from dejax.paths import read_file
-from infer.argument_types import InputFile, OutputFile
+from infer.argument_types import InputFile, NamedFile
 from infer.arguments import parse
 from infer.console import say
 from infer.output import write_whole
 from infer.units import format_bytes, format_number
 from train.card_pieces import prose
-from train.upcycle_quality import read_run
-
-Run = dict[str, Any]
+from train.upcycle_results import Run, read_acceptance, read_answers, read_arms, read_run
 
 HEAD = """# {name} as a mixture of experts
 
@@ -99,18 +95,16 @@ class Arguments:
 
     runs: tuple[InputFile, ...]
     """Results of `dejax upcycle --json`, in the order of the tables."""
-    out: OutputFile
+    out: NamedFile
     """The card to write."""
     answers: InputFile | None = None
     """Answers of `python -m train.upcycle_answers`."""
     note: str | None = None
     """What a reader must know that the measurements do not say, such as which one to take."""
     arms: InputFile | None = None
-    """Result of `python -m train.arms --json` on one of the MoEs."""
+    """Result of `python -m train.arms --json` on the MoE of a run."""
     kinds: InputFile | None = None
-    """Result of `python -m infer.bench_kinds --json` with its draft experts."""
-    drafts_of: InputFile | None = None
-    """The one of --runs that --arms and --kinds are of; the folder's name is told otherwise."""
+    """Result of `python -m infer.bench_kinds --json` with draft experts of such a MoE."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -313,22 +307,16 @@ def render(
     runs: Sequence[Run],
     answers: Sequence[dict[str, Any]],
     note: str | None,
-    arms: dict[str, Any] | None,
-    kinds: dict[str, Any] | None,
-    drafts_of: Run | None,
+    drafts: Sequence[str],
 ) -> str:
-    """The card as Markdown."""
+    """The card as Markdown; `drafts` tells of draft experts."""
     healed = [run for run in runs if "healing" in run]
     fitted = [run for run in runs if "healing" not in run]
     parts = [HEAD.format(name=runs[0]["dense"])]
     parts += [note + "\n"] if note else []
     parts += ["## Beside the dense model\n", quality_table(runs), kinds_table(runs)]
     parts += ["## Routing\n", ROUTING, routing_table(runs), DRAFTS, draft_table(runs)]
-    if arms or kinds:
-        parts += ["## Draft experts\n", SHARED_HALF]
-    named = name_of(drafts_of) if drafts_of else None
-    parts += [arms_text(arms, named or arms["target"])] if arms else []
-    parts += [acceptance_text(kinds, named or kinds["model"])] if kinds else []
+    parts += ["## Draft experts\n", SHARED_HALF, *drafts] if drafts else []
     parts += ["## Fits\n", FITS, fit_table(fitted)] if fitted else []
     parts += ["## Healing\n", HEALING, healing_table(healed)] if healed else []
     if answers:
@@ -337,14 +325,28 @@ def render(
     return "\n".join(parts)
 
 
-def _read(file: Path, kind: type, what: str) -> Any:
-    try:
-        value = json.loads(read_file(file, what))
-    except ValueError as error:
-        raise UsageError(f"{file}: not JSON ({error}); expected {what}") from None
-    if not isinstance(value, kind):
-        raise UsageError(f"{file}: not {what}")
-    return value
+def _owner(runs: Sequence[Run], found: dict[str, Any], file: Path | None) -> str:
+    """The name of the run whose MoE a result is of."""
+    names = [name_of(run) for run in runs if run["identity"] == found["identity"]]
+    if not names:
+        raise UsageError(
+            f"{file}: of the MoE {found['identity']}, which is that of no run; expected one of "
+            f"{', '.join(run['identity'] for run in runs)}"
+        )
+    return names[0]
+
+
+def _check_runs(runs: Sequence[Run], files: Sequence[Path]) -> None:
+    """Refuses runs that are not of one dense model, or that the tables could not tell apart."""
+    if not runs:
+        raise UsageError("--runs is empty; expected results of `dejax upcycle --json`")
+    seen: dict[str, Path] = {}
+    for run, file in zip(runs, files, strict=True):
+        if run["options"]["DENSE"] != runs[0]["options"]["DENSE"]:
+            raise UsageError(f"{file}: made from {run['dense']}, {files[0]} from another model")
+        other = seen.setdefault(name_of(run), file)
+        if other is not file:
+            raise UsageError(f"{file} and {other} are both {name_of(run)}; expected each once")
 
 
 def main(argv: list[str]) -> int:
@@ -352,15 +354,19 @@ def main(argv: list[str]) -> int:
     about = "Write the card of an upcycled model from measurements."
     args = parse(Arguments, argv, prog="python -m train.upcycle_card", description=about)
     runs = [read_run(file) for file in args.runs]
-    if not runs:
-        raise UsageError("--runs is empty; expected results of `dejax upcycle --json`")
-    found = _read(args.answers, list, "answers") if args.answers else []
-    arms = _read(args.arms, dict, "a result of `python -m train.arms`") if args.arms else None
-    what = "a result of `python -m infer.bench_kinds`"
-    kinds = _read(args.kinds, dict, what) if args.kinds else None
-    drafts_of = read_run(args.drafts_of) if args.drafts_of else None
-    card = render(runs, found, args.note, arms, kinds, drafts_of)
-    write_whole(args.out, card.encode())
+    _check_runs(runs, args.runs)
+    answers = read_answers(args.answers) if args.answers else []
+    arms = read_arms(args.arms) if args.arms else None
+    kinds = read_acceptance(args.kinds) if args.kinds else None
+    drafts = [
+        text(found, _owner(runs, found, file))
+        for text, found, file in (
+            (arms_text, arms, args.arms),
+            (acceptance_text, kinds, args.kinds),
+        )
+        if found is not None
+    ]
+    write_whole(args.out, render(runs, answers, args.note, drafts).encode())
     say(f"card: {args.out}")
     return 0
 

@@ -6,7 +6,6 @@ RUN.json is the result of the `dejax upcycle --json` that MOE was made from. The
 form, with what was measured anew, and `healing`: how the MoE was healed.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from dejax.ckpt.hf_weights import read_json
 from dejax.cli import run_module
 from dejax.errors import UsageError
-from dejax.paths import kind_of, read_file, shown
+from dejax.paths import kind_of, shown
 from dejax.target import load_target
 from infer.argument_types import InputFile, Model, OutputFile, Positional, PositiveInt
 from infer.arguments import parse
@@ -24,6 +23,7 @@ from infer.output import report
 from train.heal import RECORD
 from train.upcycle import show
 from train.upcycle_measure import Numbers, compare
+from train.upcycle_results import read_run
 from train.upcycle_text import LONGEST_WINDOW, held_out_windows
 
 
@@ -43,22 +43,6 @@ class Arguments:
     """Windows of each kind of text, at most; two are what `dejax upcycle --fast` measures on."""
     json: OutputFile | None = None
     """Write the result here as JSON; - is standard output."""
-
-
-def read_run(file: Path) -> Numbers:
-    """What `dejax upcycle --json` wrote.
-
-    Raises:
-      UsageError: the file is something else.
-    """
-    what = "a result of `dejax upcycle --json`"
-    try:
-        run = json.loads(read_file(file, what))
-    except ValueError as error:
-        raise UsageError(f"{file}: not JSON ({error}); expected {what}") from None
-    if not isinstance(run, dict) or "quality" not in run or "layout" not in run:
-        raise UsageError(f"{file}: not {what}")
-    return run
 
 
 def read_healing(folder: str, run: Numbers, file: Path) -> dict[str, Any]:

@@ -25,6 +25,29 @@ Options = dict[str, Any]
 """Command line flag -> value, for all that the result depends on."""
 
 
+STREAMS = "streams.safetensors"
+
+
+def unfinished_folder(out: Path) -> Path:
+    """Where a run that writes `out` keeps what it has so far."""
+    return out.with_name(out.name + ".unfinished")
+
+
+def finished_layers(out: Path) -> int:
+    """Layers that a stopped run had finished; 0 where there was none."""
+    file = unfinished_folder(out) / STREAMS
+    if not file.exists():
+        return 0
+    with _open(file) as found:
+        return _layer_of(found, file)
+
+
+def _layer_of(found: Any, file: Path) -> int:
+    if not {"dense", "moe"} <= set(found.keys()) or "layer" not in (found.metadata() or {}):
+        raise UsageError(f"{file} is not what a run leaves behind; remove its folder")
+    return int(found.metadata()["layer"])
+
+
 class Unfinished:
     """A run's folder, new or left behind.
 
@@ -33,7 +56,7 @@ class Unfinished:
     """
 
     def __init__(self, out: Path, options: Options):
-        self.folder = out.with_name(out.name + ".unfinished")
+        self.folder = unfinished_folder(out)
         file = self.folder / "options.json"
         if not file.exists():
             make_folder(self.folder)
@@ -49,13 +72,20 @@ class Unfinished:
 
     def restore(self, windows: Windows) -> int:
         """Puts the streams where the run was stopped; the layer to go on with (0: a new run)."""
-        file = self.folder / "streams.safetensors"
+        file = self.folder / STREAMS
         if not file.exists():
             return 0
         with _open(file) as found:
+            layer = _layer_of(found, file)
             for name in ("dense", "moe"):
-                getattr(windows, name)[...] = found.get_tensor(name)
-            return int(found.metadata()["layer"])
+                stream, kept = getattr(windows, name), found.get_tensor(name)
+                if (kept.shape, kept.dtype) != (stream.shape, stream.dtype):
+                    raise UsageError(
+                        f"{file}: {name} is {kept.dtype} {list(kept.shape)}, expected "
+                        f"{stream.dtype} {list(stream.shape)}; remove its folder"
+                    )
+                stream[...] = kept
+            return layer
 
     def finish_layer(
         self, layer: int, windows: Windows, routed: RoutedLayer | None, report: LayerReport | None
@@ -67,7 +97,7 @@ class Unfinished:
                     field.name: _plain(getattr(routed, field.name)) for field in fields(routed)
                 }
                 save_file(arrays, unfinished, {"report": json.dumps(asdict(report))})
-        with write_whole(self.folder / "streams.safetensors") as unfinished:
+        with write_whole(self.folder / STREAMS) as unfinished:
             streams = {"dense": windows.dense, "moe": windows.moe}
             save_file(streams, unfinished, {"layer": str(layer + 1)})
 
@@ -82,7 +112,7 @@ class Unfinished:
 
     def remove(self) -> None:
         """Removes what the run has written here, and the folder."""
-        for file in [*self.folder.glob("layer_*.safetensors"), *self.folder.glob("streams.*")]:
+        for file in [*self.folder.glob("streams.*"), *self.folder.glob("layer_*.safetensors")]:
             file.unlink()
         (self.folder / "options.json").unlink()
         self.folder.rmdir()

@@ -4,6 +4,7 @@ Kinds of text (a document's `kind`, else the name of its file) get the same numb
 as long as they last: the model is to stay near the dense one everywhere.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -67,29 +68,36 @@ def calibration_windows(
             f"--tokens: {tokens} calibration tokens are too few; expected at least "
             f"{multiple * window} ({multiple} windows of {window})"
         )
-    kinds = _demo(held=False)
+    kinds, own = _demo(held=False), set()
     for kind, documents in chain.from_iterable(read_kinds(file).items() for file in files):
         kinds[kind] += documents
+        own.add(kind)
     count = tokens // (multiple * window) * multiple
     rng = np.random.default_rng(seed)
     # One more token than the windows hold: a row's last target.
-    chosen = _evenly(kinds, tokenizer, rng, tokens=count * window + 1, window=window)
+    chosen, taken = _evenly(kinds, tokenizer, rng, tokens=count * window + 1, window=window)
     found = sum(map(len, chosen))
     if found <= count * window:
         raise UsageError(
             f"the calibration text has {found} tokens; expected more than {count * window}: give "
             "more text with --calibration, or fewer --tokens"
         )
+    if missing := sorted(kind for kind in own if not taken[kind]):
+        raise UsageError(
+            f"--calibration: no token was taken of kind {', '.join(missing)}; expected text that "
+            f"is not empty, and --tokens of at least {len(kinds) * PIECES * window} for "
+            f"{len(kinds)} kinds"
+        )
     return _pack(chosen, window, count)
 
 
 def _evenly(
     kinds: Kinds, tokenizer: Any, rng: np.random.Generator, *, tokens: int, window: int
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], dict[str, int]]:
     """Encoded documents in a random order, the kind with the fewest tokens so far next.
 
     Of a long document a part is taken, `PIECES` windows from a random one on. They have `tokens`
-    tokens or somewhat more, or fewer where there is no more text.
+    tokens or somewhat more, or fewer where there is no more text; beside them the tokens by kind.
     """
     waiting = {kind: [own[i] for i in rng.permutation(len(own))] for kind, own in kinds.items()}
     taken = dict.fromkeys(waiting, 0)
@@ -100,7 +108,29 @@ def _evenly(
         begin = int(rng.integers(max(1, -(-len(ids) // window) - PIECES + 1))) * window
         chosen.append(ids[begin : begin + PIECES * window])
         taken[kind] += len(chosen[-1])
-    return chosen
+    return chosen, taken
+
+
+def check_apart(files: Sequence[Path], held_out: Sequence[Path]) -> None:
+    """Refuses text to measure on (the demo's, unless files are given) that may be fitted on.
+
+    Raises:
+      UsageError: a document is in both.
+    """
+    fitted = [read_kinds(file) for file in files] + ([_demo(held=False)] if held_out else [])
+    measured = [read_kinds(file) for file in held_out] or [_demo(held=True)]
+    contents = {_content(d) for kinds in fitted for own in kinds.values() for d in own}
+    for kinds in measured:
+        for document in chain.from_iterable(kinds.values()):
+            if _content(document) in contents:
+                raise UsageError(
+                    f"{document.where}: calibration text and measured on too; expected documents "
+                    "that are in --calibration (and the demo's) or in --held-out, not in both"
+                )
+
+
+def _content(document: Document) -> str:
+    return json.dumps([document.text, document.messages, document.token_ids])
 
 
 def _pack(documents: Sequence[np.ndarray], window: int, count: int) -> Batch:

@@ -52,7 +52,7 @@ class GGUFTensors:
             import gguf
         except ImportError:
             raise UsageError(
-                f"{path}: GGUF files need the gguf package; pip install 'dejax[gguf]'"
+                f"{path}: GGUF files need the gguf package; pip install gguf"
             ) from None
         self.path = path
         self._gguf = gguf

@@ -65,9 +65,7 @@ def gguf_package(where: object) -> Any:
     try:
         import gguf
     except ImportError:
-        raise UsageError(
-            f"{where}: GGUF files need the gguf package; pip install 'dejax[gguf]'"
-        ) from None
+        raise UsageError(f"{where}: GGUF files need the gguf package; pip install gguf") from None
     return gguf
 
 

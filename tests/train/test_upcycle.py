@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import train.upcycle as program
 from dejax.cli import main as dejax
@@ -17,6 +18,8 @@ from tests.ckpt.smollm2 import smollm2
 from tests.train.dense_model import write_dense
 from tests.train.small_model import tokenizer_of, write_model
 from train import upcycle_quality
+from train.upcycle_layers import Windows
+from train.upcycle_state import Unfinished, finished_layers
 
 LAYOUT = ["--shared", "64", "--experts", "4"]
 FEW = ["--tokens", "2048", "--held-out"]
@@ -154,6 +157,46 @@ def test_a_killed_run_goes_on_to_the_same_bytes(dense, text, tmp_path):
         one, other = (tmp_path / folder / name for folder in ("whole", "moe"))
         assert one.read_bytes() == other.read_bytes(), name
     assert not left.exists()
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_it_measures_goes_on_there(dense, text, tmp_path, monkeypatch):
+    whole = run(dense, tmp_path / "whole", text, "--top-k", "2")
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "compare", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(dense, tmp_path / "moe", text, "--top-k", "2")
+    weights = tmp_path / "moe" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    done = run(dense, tmp_path / "moe", text, "--top-k", "2")
+    assert weights.stat().st_mtime_ns == written and not (tmp_path / "moe.unfinished").exists()
+    timed = ("out", "seconds", "fit_seconds", "peak_memory_bytes")
+    assert {k: v for k, v in done.items() if k not in timed} == {
+        k: v for k, v in whole.items() if k not in timed
+    }
+    with pytest.raises(UsageError, match="exists already"):
+        run(dense, tmp_path / "moe", text, "--top-k", "2")
+
+
+def test_streams_of_another_run_are_not_gone_on_with(tmp_path):
+    out = tmp_path / "moe"
+    state = Unfinished(out, {"--seed": 0})
+    batch = {"tokens": np.zeros((4, 8), np.int32)}
+    streams = [np.ones((4, 8, 3), np.float32) for _ in range(2)]
+    state.finish_layer(0, Windows(batch, 1, *streams), None, None)
+    assert finished_layers(out) == 1 and state.restore(Windows(batch, 1, *streams)) == 1
+    kept = out.with_name("moe.unfinished") / "streams.safetensors"
+    wrong = {"dense": streams[0], "moe": streams[1][:, :, :1]}
+    save_file(wrong, kept, {"layer": "1"})
+    with pytest.raises(UsageError, match=r"moe is float32 \[4, 8, 1\], expected float32 \[4, 8, 3"):
+        state.restore(Windows(batch, 1, *streams))
+    save_file({"dense": streams[0]}, kept, {"layer": "1"})
+    with pytest.raises(UsageError, match="is not what a run leaves behind; remove its folder"):
+        finished_layers(out)
 
 
 # --- bad input -------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from dejax.errors import UsageError
 from tests.train.small_model import tokenizer_of
 from train.upcycle_fit import RIDGES, Moments, RouterMoments, fit_correction, fit_router
 from train.upcycle_measure import routing_statistics
 from train.upcycle_split import Activity, balanced_clusters, order_neurons
 from train.upcycle_target import choose_layout
-from train.upcycle_text import calibration_windows, held_out_windows
+from train.upcycle_text import calibration_windows, check_apart, held_out_windows
 
 RNG = np.random.default_rng(0)
 D, N, ROWS = 6, 8, 400
@@ -125,6 +126,23 @@ def test_files_add_kinds_of_their_own(tmp_path):
     assert rate[1] > rate[0]
     windows = held_out_windows(tokenizer_of(), (file,), window=64, most=3)
     assert {kind: batch["tokens"].shape for kind, batch in windows.items()} == {"own": (3, 64)}
+
+
+def test_text_that_would_not_be_used_is_refused(tmp_path):
+    file = write_text(tmp_path / "mine.jsonl", [(0, "own")])
+    options = dict(window=64, multiple=4, seed=0)
+    with pytest.raises(UsageError, match="no token was taken of kind own; .*at least [0-9]+ for"):
+        calibration_windows(tokenizer_of(), (file,), tokens=256, **options)
+
+
+def test_text_is_not_fitted_and_measured_on(tmp_path):
+    mine = write_text(tmp_path / "mine.jsonl", [(i, "own") for i in range(3)])
+    other = write_text(tmp_path / "other.jsonl", [(i, "own") for i in range(3, 6)])
+    both = write_text(tmp_path / "both.jsonl", [(i, "else") for i in (7, 2)])
+    check_apart((mine,), (other,))
+    check_apart((mine,), ())
+    with pytest.raises(UsageError, match="both.jsonl: line 2: calibration text and measured on"):
+        check_apart((mine,), (other, both))
 
 
 def test_routing_statistics_of_a_known_record():
