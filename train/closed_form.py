@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from scipy.linalg import cho_factor, cho_solve
 
 from dejax.draft.init import copy_neurons, most_important, neuron_importance
 from dejax.draft.path import below_r
@@ -77,7 +78,9 @@ def solve_ridge(
 ) -> Float[np.ndarray, "P D"]:
     """Down rows W = (G + lambda I)^-1 M^T with lambda = ridge * trace(G) / P."""
     scale = float(np.trace(gram)) / len(gram) or 1.0  # 1 where no feature is ever active
-    return np.linalg.solve(gram + ridge * scale * np.eye(len(gram)), cross.T)
+    # Positive definite: half of what a solver for any matrix takes.
+    factor = cho_factor(gram + ridge * scale * np.eye(len(gram)), lower=True, overwrite_a=True)
+    return cho_solve(factor, cross.T)
 
 
 def pick_features(
